@@ -274,9 +274,9 @@ def bookkeeping(rounds: int) -> list[Figure]:
     from vllm.v1.request import Request
 
     from kvkeep.integrations.vllm.groups import Group, Groups
+    from kvkeep.integrations.vllm.kept import SharedStore
     from kvkeep.integrations.vllm.options import ConnectorOptions
     from kvkeep.integrations.vllm.scheduler import SchedulerSide
-    from kvkeep.integrations.vllm.shared import SharedStore
     from kvkeep.store import BlockStore
 
     init_none_hash(sha256)

@@ -32,7 +32,7 @@ from kvkeep.core.eviction import policy
 from kvkeep.core.keys import Namespace
 from kvkeep.core.prefix import RadixIndex
 from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
-from kvkeep.integrations.page_slots import PageSlots
+from kvkeep.integrations.sglang.slot_tree import PageSlots
 
 if TYPE_CHECKING:
     from kvkeep.core.pages.tables import PageArray

@@ -29,7 +29,7 @@ from sglang_pools import (
 )
 
 from kvkeep.integrations.sglang import transport
-from kvkeep.integrations.sglang.heads import head_parts
+from kvkeep.integrations.sglang.pages import head_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

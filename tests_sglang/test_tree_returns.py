@@ -19,8 +19,7 @@ from test_tree_attacks import Attack
 from tree_scheduler import Scheduler, memory, request
 
 from kvkeep.core.eviction import policy as named
-from kvkeep.integrations.sglang.tree import KVKeepTree
-from kvkeep.integrations.sglang.tree_returns import FinishedAnswers
+from kvkeep.integrations.sglang.tree import FinishedAnswers, KVKeepTree
 
 PAGE, END = 4, 7
 

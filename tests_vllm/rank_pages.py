@@ -26,8 +26,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvkeep.integrations.records import gather, scatter
-from kvkeep.integrations.vllm.offload.mover import CPUMover
 from kvkeep.integrations.vllm.offload.notes import ChunkRows, WorkerNote
+from kvkeep.integrations.vllm.offload.spec import CPUMover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

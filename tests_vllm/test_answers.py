@@ -12,10 +12,10 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from kvkeep.integrations.vllm.answers import AnswerWatch
 from kvkeep.integrations.vllm.groups import Group, Groups
+from kvkeep.integrations.vllm.lookups import FollowedRequest
 from kvkeep.integrations.vllm.options import RequestOptions
-from kvkeep.integrations.vllm.requests import FollowedRequest
+from kvkeep.integrations.vllm.scheduler import AnswerWatch
 
 if TYPE_CHECKING:
     from pathlib import Path

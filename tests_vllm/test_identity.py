@@ -19,10 +19,9 @@ from vllm import EngineArgs
 from vllm.config import ModelConfig
 from vllm.lora.request import LoRARequest
 
-from kvkeep.integrations.vllm import naming, numbers
-from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.naming import revision_of
-from kvkeep.integrations.vllm.numbers import numbers_of
+from kvkeep.integrations.vllm import naming
+from kvkeep.integrations.vllm.content import Adapters
+from kvkeep.integrations.vllm.naming import numbers_of, revision_of
 from kvkeep.integrations.vllm.worker import WorkerSide
 from kvkeep.store.identity import model_identity
 from kvkeep.store.identity.values import NEUTRAL_CONFIG
@@ -66,10 +65,10 @@ def test_every_field_of_the_model_decides_or_is_named_as_neutral(config: VllmCon
     elsewhere = {"use_fp64_gumbel"}  # fields of older or newer versions
     if OLD:
         elsewhere |= {"sleep_preserve_parameter_names", "sleep_mode_offload_cudagraph"}
-    assert names | elsewhere >= numbers._MODEL, "a field that vLLM does not have"
+    assert names | elsewhere >= naming._MODEL, "a field that vLLM does not have"
     for name in sorted(names - {"hf_config", "hf_text_config", "multimodal_config"}):
         changed = with_model(config, **{name: other(getattr(config.model_config, name))})
-        assert (numbers_of(changed) == before) == (name in numbers._MODEL), name
+        assert (numbers_of(changed) == before) == (name in naming._MODEL), name
 
 
 def test_every_attribute_of_the_resolved_configuration_decides(config: VllmConfig) -> None:

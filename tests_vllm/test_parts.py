@@ -19,13 +19,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups
-from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.content import Adapters
+from kvkeep.integrations.vllm.groups import BlockReach, Group, Groups, keys_of
+from kvkeep.integrations.vllm.kept import SharedStore
 from kvkeep.integrations.vllm.lookups import BlockLookups
 from kvkeep.integrations.vllm.messages import WorkerNews
 from kvkeep.integrations.vllm.options import ConnectorOptions, RequestMistakes, RequestOptions
-from kvkeep.integrations.vllm.shared import SharedStore
 from kvkeep.integrations.vllm.stats import NOW, Counts, KVKeepStats
 from kvkeep.store import BlockStore
 

@@ -22,10 +22,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvkeep.core.public import PublicPrefixes
-from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.integrations.vllm.groups import keys_of
+from kvkeep.integrations.vllm.lookups import FollowedRequest
 from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks
-from kvkeep.integrations.vllm.requests import FollowedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,8 @@ from tiered import TieredEngine, tiered
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
 from kvkeep.integrations.vllm.offload import spec as spec_module
-from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.spec import canonical_of
+from kvkeep.integrations.vllm.tier import namespace_of_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

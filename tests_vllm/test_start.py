@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvkeep.integrations.vllm.started import join_logs
+from kvkeep.integrations.vllm.kept import join_logs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,8 +24,7 @@ from kvkeep.serve.kv_events import (
     Source,
 )
 from kvkeep.serve.kv_events.reader import _backoff_s
-from kvkeep.serve.kv_events.source import MessageAction, Stream
-from kvkeep.serve.kv_events.wire import END, Batch, decode, encode, seq_frame
+from kvkeep.serve.kv_events.wire import END, Batch, MessageAction, Stream, decode, encode, seq_frame
 
 ANY = "tcp://127.0.0.1:*"
 

@@ -12,8 +12,7 @@ from guarded import HEALTH, LARGE, answer, eventually, everything, guarded, is_c
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.http import ConnectionLimits, connections_for, raise_file_limit
-from kvkeep.serve.http.connections import Phase
-from kvkeep.serve.http.rate_limited_log import RateLimitedLog
+from kvkeep.serve.http.connections import Phase, RateLimitedLog
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "
 

@@ -17,8 +17,14 @@ from kvkeep import PagedCache
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader
 from kvkeep.serve.router import PrefixRouter
-from kvkeep.serve.router.discovery import DnsName, Resolution, resolve
-from kvkeep.serve.router.membership import Discovery, EventAddresses, Membership
+from kvkeep.serve.router.membership import (
+    Discovery,
+    DnsName,
+    EventAddresses,
+    Membership,
+    Resolution,
+    resolve,
+)
 from kvkeep.serve.router.upstreams import Upstreams
 
 URLS = [f"http://10.0.0.{number}:8000" for number in range(4)]

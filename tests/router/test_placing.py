@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvkeep.core.cost import TransferCost
 from kvkeep.serve.kv_events import BlockStored
 from kvkeep.serve.router import PrefixRouter, RoutingCost
-from kvkeep.serve.router.affinity import heaviest, name_hash, prompt_hash
+from kvkeep.serve.router.placing import heaviest, name_hash, prompt_hash
 
 MASK = (1 << 64) - 1
 SIZE = 16

@@ -16,8 +16,8 @@ from test_metrics_families import all_of_it
 
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.router import PrefixRouter
-from kvkeep.serve.router.discovery import Resolution
 from kvkeep.serve.router.health import InstanceHealth
+from kvkeep.serve.router.membership import Resolution
 from kvkeep.serve.router.metrics import RouterFigures, RouterMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -134,7 +134,7 @@ def check(args: argparse.Namespace) -> None:
     require("prometheus_client", "router")
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
-    from kvkeep.serve.router.discovery import DnsName  # noqa: PLC0415
+    from kvkeep.serve.router.membership import DnsName  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
     http.check_port(args.port)
@@ -159,9 +159,12 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve import http  # noqa: PLC0415
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
-    from kvkeep.serve.router.discovery import DnsName  # noqa: PLC0415
     from kvkeep.serve.router.listening import serve  # noqa: PLC0415
-    from kvkeep.serve.router.membership import Discovery, Membership  # noqa: PLC0415
+    from kvkeep.serve.router.membership import (  # noqa: PLC0415
+        Discovery,
+        DnsName,
+        Membership,
+    )
     from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 

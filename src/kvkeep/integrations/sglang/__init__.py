@@ -8,24 +8,19 @@ Below HiCache, pages that leave its host memory are stored, also across restarts
         "module_path": "kvkeep.integrations.sglang", "class_name": "KVKeepStorage",
         "tiers": ["memory://8GiB", "file:///var/lib/kvkeep?size=500GiB"]}'
 
-    storage.py      KVKeepStorage: the three interfaces that SGLang calls
-    stored_pool.py  one host pool in the store: hashes and indices to records, and back
+    storage.py      KVKeepStorage: the three interfaces that SGLang calls; its host pools
     transport.py    loads and saves of many pages, by several threads, and their statistics
-    pages.py        pages of a host pool as bytes
-    heads.py        pages by heads, for servers with other numbers of ranks
+    pages.py        pages of a host pool as bytes; by heads, for other numbers of ranks
     naming.py       the namespace, and the keys of pages
     settings.py     settings of the server that decide the numbers of KV
     options.py      options
 
 In place of its tree, ``--radix-cache-backend kvkeep`` or ``kvkeep:returns``:
 
-    plugin.py       registers the names
-    building.py     for which servers there is a tree, and with which policy
-    tree.py         KVKeepTree: the interface that the scheduler calls
+    plugin.py       registers the names: for which servers there is a tree, with which policy
+    tree.py         KVKeepTree: the interface that the scheduler calls; SGLang's events of blocks,
+                    and when conversations return
     slot_tree.py    which slots have the KV of which tokens, and what SGLang keeps of a match
-    symbols.py      the index, over SGLang's tokens and pairs of tokens
-    tree_events.py  SGLang's events of blocks
-    tree_returns.py when conversations return, and why answers ended
 
 Import it only where SGLang is installed. The store is opened when SGLang registers its host pool.
 """

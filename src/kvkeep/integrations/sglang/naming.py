@@ -8,7 +8,7 @@ and adapter names too. Everything else on which the bytes of a page depend is na
     key         SHA-256( the pool's digest + the hash )
     digest      the pool's name, dtype, layout, page size, geometry; its rank; a draft's weights
 
-Where pages are stored by heads (heads.py), the namespace has the number of all heads and no
+Where pages are stored by heads (pages.py), the namespace has the number of all heads and no
 tensor-parallel rank, and there is a digest for each of the rank's parts, with its heads.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-    from kvkeep.integrations.sglang.heads import HeadParts
     from kvkeep.integrations.sglang.options import StorageOptions
+    from kvkeep.integrations.sglang.pages import HeadParts
 
 __all__ = ["is_replicated", "namespace_of", "page_keys", "pool_digests"]
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from array import array
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+import torch
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.core.prefix import PrefixMatch
+from kvkeep.core.keys import Namespace
+from kvkeep.core.prefix import PrefixIndex, PrefixMatch
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.prefix.results import EMPTY_PAGES, joined
-from kvkeep.integrations.page_slots import PageSlots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
+    import numpy.typing as npt
 
-    from kvkeep.core.keys import Namespace
+    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.node import Node
-    from kvkeep.integrations.sglang.symbols import SlotIndex
 
-__all__ = ["GivenPages", "PathHandle", "SlotTree", "StoredPages"]
+__all__ = ["GivenPages", "PageSlots", "PathHandle", "SlotIndex", "SlotTree", "namespace_of"]
 
 
 class PathHandle:
@@ -254,3 +259,143 @@ class SlotTree:
         held = [hold for hold in locks if hold is not None]
         assert len(held) == len(locks), "a lock without a hold"
         self.slots.check(self.index.check(held))
+
+
+_LEAST_ROOM = 1024
+
+
+class PageSlots:
+    """Page numbers for an index, and the engine's slots behind them, which stay on its device.
+
+    The slots of a page are consecutive and begin at a multiple of ``page_size``. The index works on
+    numbers of its own, and a tensor on the device maps each to the page's first slot, so no call
+    waits for the device.
+
+    Args:
+        page_size: tokens of a page.
+        device: device of the slots.
+        dtype: their dtype.
+        room: pages to have room for; more is made when it is needed.
+
+    Thread safety: none. Cost: of `take` and `of` one operation on the device for all pages.
+    """
+
+    def __init__(
+        self, page_size: int, device: torch.device, dtype: torch.dtype, room: int = 0
+    ) -> None:
+        self.page_size = page_size
+        self.device = device
+        self._starts = torch.empty(0, dtype=dtype, device=device)
+        self._offsets = torch.arange(page_size, dtype=dtype, device=device)
+        self._unused: PageArray = np.empty(0, np.int32)  # a stack of `_num_unused`
+        self._num_unused = 0
+        if room:
+            self._grow(room)
+
+    def take(self, slots: torch.Tensor) -> PageArray:
+        """Return new numbers for the pages with these slots [pages * page_size], in order.
+
+        There is no limit on numbers. ``slots`` are copied.
+        """
+        starts = slots[:: self.page_size]
+        if len(starts) > self._num_unused:
+            self._grow(len(starts))
+        top = self._num_unused
+        self._num_unused = top - len(starts)
+        numbers = self._unused[self._num_unused : top].copy()
+        # scatter_ and index_select are three times as fast here as indexing with brackets.
+        self._starts.scatter_(0, self._where(numbers), starts.to(self._starts.dtype))
+        return numbers
+
+    def give_back(self, numbers: PageArray) -> None:
+        """Make numbers unused."""
+        top = self._num_unused + len(numbers)
+        self._unused[self._num_unused : top] = numbers
+        self._num_unused = top
+
+    def _grow(self, count: int) -> None:
+        have = len(self._starts)
+        more = max(have, count, _LEAST_ROOM)
+        self._starts = torch.cat((self._starts, self._starts.new_empty(more)))
+        unused = np.empty(have + more, np.int32)
+        top = self._num_unused
+        unused[:top] = self._unused[:top]
+        unused[top : top + more] = np.arange(have, have + more)
+        self._unused, self._num_unused = unused, top + more
+
+    def of(self, numbers: PageArray) -> torch.Tensor:
+        """Return the slots of these pages [pages * page_size], in order, on the device."""
+        starts = self._starts.index_select(0, self._where(numbers))
+        return starts if self.page_size == 1 else (starts[:, None] + self._offsets).flatten()
+
+    def check(self, stored: PageArray) -> None:
+        """Assert that each number is either unused or among ``stored``, once."""
+        numbers = np.sort(np.concatenate((stored, self._unused[: self._num_unused])))
+        assert np.array_equal(numbers, np.arange(len(self._starts))), "a page is lost, or twice"
+
+    def _where(self, numbers: PageArray) -> torch.Tensor:
+        """Return ``numbers`` as an index tensor on the device."""
+        return torch.from_numpy(numbers.astype(np.int64)).to(self.device, non_blocking=True)
+
+
+_WIDTH = 8  # bytes of a token: SGLang's are int64, and those of images exceed int32
+
+
+@lru_cache(maxsize=1024)
+def namespace_of(extra_key: str | None, cache_salt: str | None) -> Namespace:
+    """Return the namespace of a request: its adapter and its ``extra_key``, and its salt."""
+    return Namespace(tenant=cache_salt or "", lora=extra_key or "")
+
+
+class SlotIndex(PrefixIndex):
+    """Compares whole pages of int64 tokens.
+
+    For EAGLE, SGLang matches pairs of neighbouring tokens (``bigrams``): a page of pairs is named
+    by its tokens and the one behind them.
+
+    Memory: 8 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.tree`).
+    """
+
+    name = "radix"
+    exact = False
+
+    def __init__(self, page_size: int, policy: EvictionPolicy, *, bigrams: bool = False) -> None:
+        self.overlap = int(bigrams)
+        """Tokens behind a page that are part of its name."""
+        super().__init__(page_size, policy, unit=(page_size + self.overlap) * _WIDTH)
+
+    def encoder(self, namespace: Namespace) -> Encoder:
+        """Raise `IllegalStep`: the tokens of SGLang's requests are encoded by `symbols`."""
+        raise IllegalStep(f"{namespace}: this index has no encoder; use symbols()")
+
+    def pages_of(self, tokens: int) -> int:
+        """Return the whole pages of a key of so many tokens."""
+        return max(0, tokens - self.overlap) // self.page_size
+
+    def symbols(self, tokens: Sequence[int], start: int, stop: int) -> bytes:
+        """Return what the index compares for the pages ``start`` … ``stop``.
+
+        Cost: one copy for an ``array`` of int64. ``tokens`` may change afterwards.
+        """
+        size = self.page_size
+        row = _row_of(tokens)[start * size : stop * size + self.overlap]
+        if not self.overlap:
+            return row.tobytes()
+        if stop <= start:
+            return b""
+        windows = np.lib.stride_tricks.sliding_window_view(row, size + 1)
+        return windows[::size].tobytes()
+
+    def lookup(self, tokens: Sequence[int], pages: int) -> bytes | memoryview:
+        """Return the symbols of the first pages, to match at once: maybe in the tokens' memory."""
+        if self.overlap:
+            return self.symbols(tokens, 0, pages)
+        return _row_of(tokens)[: pages * self.page_size].view(np.uint8).data
+
+
+def _row_of(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return SGLang's tokens as an array; a view of an ``array`` of int64."""
+    if isinstance(tokens, array) and tokens.typecode == "q":
+        return np.frombuffer(cast("bytes", tokens), np.int64)
+    return np.asarray(tokens, np.int64)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from sglang.srt.disaggregation.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
+from sglang.srt.managers.schedule_batch import (
+    FINISH_LENGTH,
+    FINISH_MATCHED_STR,
+    FINISH_MATCHED_TOKEN,
+    FINISHED_MATCHED_REGEX,
+)
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -17,16 +33,22 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     TreeLock,
 )
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.integrations.sglang.slot_tree import GivenPages, PathHandle, SlotTree
-from kvkeep.integrations.sglang.symbols import SlotIndex, namespace_of
-from kvkeep.integrations.sglang.tree_events import Placements, Space
-from kvkeep.integrations.sglang.tree_returns import TreeReturns
+from kvkeep.core.returns import Ended, Returns, stop_after
+from kvkeep.integrations.sglang.slot_tree import (
+    GivenPages,
+    PathHandle,
+    SlotIndex,
+    SlotTree,
+    namespace_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -36,8 +58,10 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node, Root
+    from kvkeep.core.prefix.waits import RunningPrompt
 
-__all__ = ["KVKeepTree"]
+__all__ = ["FinishedAnswers", "KVKeepTree"]
+
 
 _LOG = logging.getLogger("kvkeep.sglang")
 _MOST_PRINTED = 1000
@@ -333,3 +357,209 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def check_integrity(self) -> None:
         """Recount everything that is stored; an ``AssertionError`` is a bug of kvkeep."""
         self._tree.check()
+
+
+_DIGEST = 32
+_WIDE = b"\xff"  # before the tokens of a page that has one beyond 32 bits
+
+
+class Space(NamedTuple):
+    """The namespace of a request in SGLang's words."""
+
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class Placements:
+    """Records ``BlockStored`` and ``BlockRemoved`` for `KVKeepTree`, as SGLang's trees do.
+
+    Hashes are SHA-256 chained over the tokens of pages, as SGLang computes them; they are kept by
+    page number, so a removal hashes nothing. Without KV events in the server's settings every call
+    does nothing.
+
+    Thread safety: none. Cost: about 0.6 µs a stored page of 16 tokens. Memory: 40 bytes a page.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.recorder = KVCacheEventRecorder(
+            enabled=params.enable_kv_cache_events,
+            page_size=params.page_size,
+            dynamo_format=params.dynamo_kv_event_format,
+            lora_names=params.kv_event_lora_names,
+        )
+        self._page_size: int = params.page_size
+        self._pairs: bool = params.is_eagle
+        self._digests = np.empty((0, _DIGEST), np.uint8)
+        self._published = np.empty(0, np.int64)
+
+    def stored(self, symbols: bytes, pages: PageArray, parent: int, space: Space) -> None:
+        """Record pages that were stored behind page ``parent``, -1 for none."""
+        recorder = self.recorder
+        if not recorder.enabled or not len(pages):
+            return
+        self._reserve(int(pages.max()))
+        names = recorder.lora_names
+        seed = self._seed(space)
+        digests = self._chain(
+            symbols, self._digests[parent].tobytes() if parent >= 0 else None, space
+        )
+        hashes = np.frombuffer(digests, ">i8").reshape(-1, _DIGEST // 8)[:, 0].tolist()
+        if seed is not None:
+            hashes = [namespaced_block_hash(one, namespace_seed=seed) for one in hashes]
+        self._digests[pages] = np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST)
+        self._published[pages] = hashes
+        recorder.enqueue(
+            BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=int(self._published[parent]) if parent >= 0 else None,
+                token_ids=self._tokens(symbols),
+                block_size=self._page_size,
+                lora_id=None,
+                medium=StorageMedium.GPU,
+                cache_salt=space.cache_salt,
+                lora_name=(
+                    names.resolve(space.extra_key)
+                    if recorder.dynamo_format
+                    else names.get(space.extra_key)
+                ),
+            )
+        )
+
+    def removed(self, pages: PageArray) -> None:
+        """Record pages that were evicted."""
+        if self.recorder.enabled and len(pages):
+            hashes = self._published[pages].tolist()
+            self.recorder.enqueue(BlockRemoved(block_hashes=hashes, medium=StorageMedium.GPU))
+
+    def _seed(self, space: Space) -> bytes | None:
+        extra, salt = space
+        if not self.recorder.dynamo_format:
+            named = self.recorder.lora_names.get(extra) is not None
+            extra, salt = (extra if named else None), None
+        seed: bytes | None = kv_event_namespace_seed(extra_key=extra, cache_salt=salt)
+        return seed
+
+    def _chain(self, symbols: bytes, parent: bytes | None, space: Space) -> bytes:
+        """Return the digests of pages, 32 bytes each, one after the other."""
+        if parent is None and space.cache_salt is not None:
+            parent = hashlib.sha256(b"sglang-cache-salt-v1\0" + space.cache_salt.encode()).digest()
+        words = self._rows(symbols)
+        if self._pairs:
+            words = np.stack((words[:, :-1], words[:, 1:]), axis=2).reshape(len(words), -1)
+        wide = np.any(words >> 32, axis=1).tolist()
+        narrow = words.astype("<u4").tobytes()
+        size = words.shape[1] * 4
+        sha256 = hashlib.sha256
+        above = parent or b""
+        digests: list[bytes] = []
+        for at in range(len(words)):
+            if wide[at]:
+                page = _WIDE + words[at].astype("<u8").tobytes()
+            else:
+                page = narrow[at * size : at * size + size]
+            above = sha256(above + page).digest()
+            digests.append(above)
+        return b"".join(digests)
+
+    def _tokens(self, symbols: bytes) -> list[int] | list[tuple[int, int]]:
+        rows = self._rows(symbols)
+        if not self._pairs:
+            tokens: list[int] = rows.reshape(-1).tolist()
+            return tokens
+        firsts, seconds = rows[:, :-1].reshape(-1).tolist(), rows[:, 1:].reshape(-1).tolist()
+        return list(zip(firsts, seconds, strict=True))
+
+    def _rows(self, symbols: bytes) -> npt.NDArray[np.int64]:
+        """Return the tokens of pages, a page a row; of pairs, one token more."""
+        return np.frombuffer(symbols, np.int64).reshape(-1, self._page_size + self._pairs)
+
+    def _reserve(self, page: int) -> None:
+        if page >= len(self._published):
+            more = max(page + 1, 2 * len(self._published))
+            digests, published = self._digests, self._published
+            self._digests = np.empty((more, _DIGEST), np.uint8)
+            self._published = np.empty(more, np.int64)
+            self._digests[: len(digests)] = digests
+            self._published[: len(published)] = published
+
+
+class FinishedAnswers:
+    """Tells how requests ended, as the classes of `kvkeep.core.returns` need it.
+
+    An answer that ended with a token says with which one, and which mark came before
+    (`stop_after`): "stop 151645 after 151658" is a tool call of some models, "stop 151645" is not.
+    An aborted request is "unfinished".
+
+    Thread safety: the scheduler's thread. Cost: `stop_after`'s.
+    """
+
+    def __init__(self) -> None:
+        self._tokenizer: object = None
+        self._named: frozenset[int] = frozenset()
+
+    def of(self, req: Req) -> Ended:
+        """Return how a finished request ended, and the length of its answer."""
+        reason, answer = req.finished_reason, req.output_ids_through_stop
+        stop = "unfinished"
+        if isinstance(reason, FINISH_MATCHED_TOKEN) and len(answer):
+            stop = stop_after(answer, self._names(req.tokenizer))
+        elif isinstance(reason, FINISH_MATCHED_STR | FINISHED_MATCHED_REGEX):
+            stop = "stop text"
+        elif isinstance(reason, FINISH_LENGTH):
+            stop = "length"
+        return Ended(stop, len(answer))
+
+    def _names(self, tokenizer: Any) -> frozenset[int]:
+        """Return the tokens that were added to the vocabulary by name, as far as it tells."""
+        if tokenizer is not self._tokenizer:
+            self._tokenizer = tokenizer
+            try:
+                self._named = frozenset(map(int, tokenizer.get_added_vocab().values()))
+            except (AttributeError, NotImplementedError) as error:
+                _LOG.warning("the tokenizer does not tell its added tokens: %.300s", str(error))
+                self._named = frozenset()
+        return self._named
+
+
+class TreeReturns:
+    """Tells the policy `returns` when requests begin and end.
+
+    A prompt that extends that of an earlier request is the return of that conversation. A request
+    that was retracted goes on when it runs again: it began once, and ends once.
+
+    Thread safety: none. Memory: a record for each request that SGLang knows, besides `Waits`. Cost:
+    about 10 µs a request.
+    """
+
+    def __init__(self, index: SlotIndex, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._ends = FinishedAnswers()
+        self.returns = Returns()
+        """What is learned."""
+        self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
+        self._running: WeakKeyDictionary[Req, RunningPrompt] = WeakKeyDictionary()
+
+    def opened(self, req: Req, namespace: Namespace, hold: Node | None) -> None:
+        """Record that the first tokens of a request are computed; ``hold`` is of its prefix."""
+        if req in self._running:
+            return
+        index, tokens = self._index, req.full_untruncated_fill_ids
+        node = index.tree.root(namespace) if hold is None else hold
+        page = node.end
+
+        def following() -> bytes:
+            whole = page < index.pages_of(len(tokens))
+            return index.symbols(tokens, page, page + 1) if whole else b""
+
+        self._running[req] = self._waits.opened(
+            node, len(req.origin_input_ids), namespace, following
+        )
+
+    def closed(self, req: Req, hold: Node, tokens: int) -> None:
+        """Record the end of a request, of which ``tokens`` are stored up to ``hold``."""
+        running = self._running.pop(req, None)
+        if running is None or hold.parent is None:
+            return
+        answer = max(0, tokens - running.tokens)
+        first = int(req.output_ids[0]) if len(req.output_ids) else None
+        self._waits.closed(hold, running, answer, self._ends.of(req), first)

@@ -6,21 +6,18 @@
 
     connector.py   KVKeepConnector: vLLM's interface, which forwards to one of two sides
     scheduler.py   the scheduler's side: which blocks are stored, loaded and saved
-    lookups.py     lookups that the scheduler's side waits for, and how long
-    choosing.py    what is loaded of what is stored, and what computing costs
-    answers.py     conversations, and which tokens of answers are kept
+    lookups.py     lookups that the scheduler's side waits for, how long, and what is loaded
     worker.py      the worker's side: has the pages, loads and saves them
     messages.py    messages between the two sides, with every step
-    shared.py      the store of a worker, and how a scheduler in the same process finds it
-    groups.py      groups of layers, which kinds of KV can be stored, and how far a prompt is stored
-    pages.py       the engine's memory, page by page · device.py: copies on a GPU
-    naming.py      the namespace · keys.py: the keys of blocks
-    numbers.py     settings that decide numbers
+    groups.py      groups of layers, keys of blocks, which kinds of KV are stored, and how far
+    pages.py       the engine's memory, page by page; copies on a GPU
+    naming.py      the namespace, with the settings that decide numbers
     versions.py    what differs between versions of vLLM
-    adapters.py    which LoRA weights a request uses
+    content.py     which requests are kept, and their LoRA weights
     options.py     options of the connector, the tier and a request, and wrong ones of requests
     transfer.py    those, and the tiers', in vLLM's configuration
-    started.py     kvkeep's log inside vLLM's, and the line at the start
+    kept.py        the open store, its line in vLLM's log at the start, and how a scheduler in the
+                   same process finds it
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
     stats.py       counts for vLLM's log and its Prometheus page
 

@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvkeep.integrations.vllm.groups import Groups
+from kvkeep.integrations.vllm.kept import join_logs
 from kvkeep.integrations.vllm.messages import StepPlan
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.outer import require_outer
-from kvkeep.integrations.vllm.started import join_logs
 from kvkeep.integrations.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.integrations.vllm.versions import HIT_SOURCE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvkeep.core.errors import UnsupportedModel
-from kvkeep.integrations.vllm.keys import keys_of
+from kvkeep.core.keys import KEY_BYTES
 from kvkeep.integrations.vllm.versions import block_tokens, hashed_tokens
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-__all__ = ["BlockReach", "Group", "Groups"]
+__all__ = ["BlockReach", "Group", "Groups", "keys_of", "whole_hashes"]
+
 
 _ADVICE = "serve it without kvkeep: leave out --kv-transfer-config"
 
@@ -241,3 +243,25 @@ def _not_kept(spec: KVCacheSpec, layers: tuple[str, ...]) -> UnsupportedModel:
         f"the cache of layer {layers[0]} is a {type(spec).__name__}, which kvkeep does not "
         f"support: it stores full and sliding attention, MLA, and states; {_ADVICE}"
     )
+
+
+def keys_of(hashes: Sequence[bytes], group: int) -> list[bytes]:
+    """Return the keys of one group's blocks, from vLLM's hashes of them. Cost: at most 0.1 µs each.
+
+    vLLM's hash covers all tokens up to the block's end, images, LoRA and cache salt. Hashes of 16
+    bytes are padded. In all groups but the first, the last byte is changed, so keys of two groups
+    are equal only if 31 bytes of two hashes are.
+    """
+    hashes = whole_hashes(hashes)
+    if group == 0:
+        return hashes if isinstance(hashes, list) else list(hashes)
+    return [each[:-1] + bytes((each[-1] ^ group,)) for each in hashes]
+
+
+def whole_hashes(hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """Return vLLM's hashes of blocks with 32 bytes each; those that have them are unchanged."""
+    if hashes and len(hashes[0]) > KEY_BYTES:
+        return [hashlib.sha256(each).digest() for each in hashes]
+    if hashes and len(hashes[0]) < KEY_BYTES:
+        return [each.ljust(KEY_BYTES, b"\0") for each in hashes]
+    return hashes

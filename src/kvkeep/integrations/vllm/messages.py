@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
-    from kvkeep.integrations.load_costs import ProbeEnd, RunCost
+    from kvkeep.integrations.load_choice import ProbeEnd, RunCost
     from kvkeep.integrations.vllm.groups import BlockReach
     from kvkeep.store.blocks import ReturnNotes
 

@@ -8,6 +8,11 @@
       "tiers": ["file:///var/lib/kvkeep?size=500GiB"]}]}}'
 
 vLLM moves KV between the GPU and its memory; kvkeep keeps what is there on disks and servers.
+
+vLLM's key of a chunk is a block's hash and the number of a group: the same for other weights, other
+settings, another number of ranks. A row is opaque bytes besides, in the order in which this
+engine's workers put their pages. The namespace names all that; where rows are the same for every
+number of ranks, it names vLLM's format of such rows instead of the ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -31,18 +39,23 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.integrations.vllm.kept import OpenStore
-from kvkeep.integrations.vllm.offload.choosing import ChunkChoices
+from kvkeep.integrations.vllm.kept import OpenStore, join_logs, log_start
+from kvkeep.integrations.vllm.naming import (
+    computed_by,
+    engine_namespace,
+    numbers_of,
+    plain,
+    ranks_of,
+    warn_of_seeds,
+)
 from kvkeep.integrations.vllm.offload.engine import KVKeepOffloadingConnector
-from kvkeep.integrations.vllm.offload.identity import namespace_of_rows
 from kvkeep.integrations.vllm.offload.jobs import TierJobs
-from kvkeep.integrations.vllm.offload.lookups import ChunkLookups
+from kvkeep.integrations.vllm.offload.lookups import ChunkChoices, ChunkLookups
 from kvkeep.integrations.vllm.offload.notes import ChunkRows
 from kvkeep.integrations.vllm.offload.requests import TierRequest
 from kvkeep.integrations.vllm.offload.spec import KVKeepSpec
 from kvkeep.integrations.vllm.options import OffloadOptions, RequestMistakes, RequestOptions
 from kvkeep.integrations.vllm.public import PublicBlocks, prefixes_in
-from kvkeep.integrations.vllm.started import join_logs, log_start
 from kvkeep.integrations.vllm.stats import METRICS, NOW, TIER_COUNTERS, TIER_GAUGES, metric_of
 from kvkeep.integrations.vllm.transfer import NO_ENGINE
 from kvkeep.store.backends.memory import MemoryBackend
@@ -50,8 +63,9 @@ from kvkeep.store.blocks.store import BlockStore
 from kvkeep.store.tiers import PROMPT_TOKENS, PassThrough, buffer_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import (
         OffloadingMetricMetadata,
         OffloadKey,
@@ -62,10 +76,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+    from kvkeep.core.keys import Namespace
+    from kvkeep.integrations.vllm.offload.engine import OffloadEngine
     from kvkeep.integrations.vllm.offload.notes import WorkerNote
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier"]
+__all__ = ["KVKeepOffloadingConnector", "KVKeepSpec", "KVKeepTier", "namespace_of_rows"]
+
 
 # While no request can be computed vLLM runs idle steps in a loop, which takes the interpreter lock
 # from the threads that load. So an idle step waits this long for one of them; a new request is
@@ -362,3 +379,71 @@ def _taken(counts: Counts) -> OffloadingConnectorStats | None:
         else:
             told.increase_counter(_PREFIX + name, amount)
     return told
+
+
+_FORMAT = "row 1"  # version of our records: the used bytes of a row, in order
+# Fields of specs that tell of one rank. The workers' notes tell the bytes of a page of all ranks,
+# and the model's configuration tells all heads.
+_SHARES = frozenset({"num_kv_heads", "page_size_padded"})
+
+
+def namespace_of_rows(
+    engine: OffloadEngine,
+    options: OffloadOptions,
+    spec: TieringOffloadingSpec,
+    notes: Sequence[WorkerNote],
+) -> Namespace:
+    """Return the namespace of an engine's rows; ``notes`` are those of all its workers."""
+    warn_of_seeds(engine.config)
+    config = spec.config
+    any_ranks = all(note.portable for note in notes)
+    groups = plain(
+        [
+            [
+                group.group_id,
+                group.tokens_per_block,
+                engine.caches.kv_cache_groups[group.group_id].kv_cache_spec,
+                *group.layer_names,
+            ]
+            for group in config.groups
+        ]
+    )
+    computed = computed_by(numbers_of(engine.config, any_ranks=any_ranks))
+    layout: dict[str, object] = {
+        "format": _FORMAT,
+        "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
+        "shared": _shared(engine.caches),
+        "groups": groups,
+    }
+    if any_ranks:
+        assert all(note == notes[0] for note in notes), "rows are the same for all ranks"
+        assert config.kv_cache_layout is not None, "vLLM has placed the pages"
+        layout |= {
+            "groups": _of_all_ranks(groups),
+            "layout": canonical_format_id(config.kv_cache_layout),
+            "workers": plain(notes[0]),
+        }
+        return engine_namespace(engine.config, options, layout, computed=computed, rank="")
+    layout |= {
+        "row": [spec.kv_bytes_per_chunk, spec.cpu_page_size_per_worker],
+        "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
+        "workers": plain(list(notes)),
+    }
+    ranks = ranks_of(engine.config, "all")
+    return engine_namespace(engine.config, options, layout, computed=computed, rank=ranks)
+
+
+def _of_all_ranks(groups: object) -> object:
+    """Return ``groups`` without what specs say of one rank's share."""
+    if isinstance(groups, dict):
+        return {name: _of_all_ranks(each) for name, each in groups.items() if name not in _SHARES}
+    return [_of_all_ranks(each) for each in groups] if isinstance(groups, list) else groups
+
+
+def _shared(caches: KVCacheConfig) -> list[list[str]]:
+    """Return which layers share their pages with layers of other groups."""
+    places: dict[int, list[str]] = {}
+    for tensor in caches.kv_cache_tensors:
+        for at, name in enumerate(tensor.layers):
+            places.setdefault(tensor.offset + at * tensor.layer_stride, []).append(name)
+    return list(places.values())

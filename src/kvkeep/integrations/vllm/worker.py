@@ -14,18 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvkeep.core.errors import KVKeepError
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.integrations.load_costs import LoadPace, ProbeEnd
+from kvkeep.integrations.load_choice import LoadPace, ProbeEnd
 from kvkeep.integrations.options import LOOKUP_S
-from kvkeep.integrations.vllm.device import DeviceCopies
 from kvkeep.integrations.vllm.groups import BlockReach
-from kvkeep.integrations.vllm.kept import log_fault
-from kvkeep.integrations.vllm.loaders import Loaders
+from kvkeep.integrations.vllm.kept import Loaders, SharedStore, log_fault, log_start
 from kvkeep.integrations.vllm.messages import BlockSpan, LoadEnd, Save, WorkerNews
 from kvkeep.integrations.vllm.naming import machine_of, namespace_of, warn_of_seeds
 from kvkeep.integrations.vllm.outer import require_own_engine
-from kvkeep.integrations.vllm.pages import pages_of
-from kvkeep.integrations.vllm.shared import SharedStore
-from kvkeep.integrations.vllm.started import log_start
+from kvkeep.integrations.vllm.pages import DeviceCopies, pages_of
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.store.blocks.store import BlockStore
 
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvkeep.integrations.load_costs import RunCost
+    from kvkeep.integrations.load_choice import RunCost
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.messages import PageLoad, Probe, RankLookup, StepPlan
     from kvkeep.integrations.vllm.options import ConnectorOptions

@@ -12,12 +12,26 @@ from kvkeep.core.errors import require
 require("uvicorn", "server")  # first, so that the error names the extra to install
 require("starlette", "server")
 
-from kvkeep.serve.http.bodies import BodyBudget, BodyGuard, BodyRefused, RequestBody, body_of  # noqa: E402
+from kvkeep.serve.http.bodies import (  # noqa: E402  # noqa: E402
+    BodyBudget,
+    BodyGuard,
+    BodyRefused,
+    RequestBody,
+    body_of,
+    check_values,
+    text_size,
+    texts_in,
+    unless_disconnected,
+)
 from kvkeep.serve.http.connections import ConnectionLimits, Connections  # noqa: E402
-from kvkeep.serve.http.disconnects import unless_disconnected  # noqa: E402
-from kvkeep.serve.http.files import connections_for, raise_file_limit  # noqa: E402
-from kvkeep.serve.http.listening import GuardedServer, bind, check_port, url_of  # noqa: E402
-from kvkeep.serve.http.values import check_values, text_size, texts_in  # noqa: E402
+from kvkeep.serve.http.listening import (  # noqa: E402  # noqa: E402
+    GuardedServer,
+    bind,
+    check_port,
+    connections_for,
+    raise_file_limit,
+    url_of,
+)
 
 __all__ = [
     "BodyBudget",

@@ -13,13 +13,14 @@ require("zmq", "events")
 from kvkeep.serve.kv_events.cache_mirror import CacheMirror  # noqa: E402 - after require
 from kvkeep.serve.kv_events.publisher import EventPublisher, PublisherStats  # noqa: E402
 from kvkeep.serve.kv_events.reader import EventReader, Receiver  # noqa: E402
-from kvkeep.serve.kv_events.source import ReaderStats, Source  # noqa: E402
-from kvkeep.serve.kv_events.wire import (  # noqa: E402
+from kvkeep.serve.kv_events.wire import (  # noqa: E402  # noqa: E402
     AllBlocksCleared,
     Batch,
     BlockRemoved,
     BlockStored,
     KVEvent,
+    ReaderStats,
+    Source,
     salt_digest,
 )
 

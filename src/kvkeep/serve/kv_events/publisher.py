@@ -17,7 +17,6 @@ import zmq
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, GroupsStored, Stored
 from kvkeep.serve.kv_events.cache_mirror import CacheMirror
-from kvkeep.serve.kv_events.source import check_endpoint
 from kvkeep.serve.kv_events.wire import (
     END,
     SEQ_BYTES,
@@ -25,6 +24,7 @@ from kvkeep.serve.kv_events.wire import (
     AllBlocksCleared,
     Batch,
     BlockStored,
+    check_endpoint,
     encode,
     seq_frame,
 )

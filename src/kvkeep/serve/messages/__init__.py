@@ -4,12 +4,25 @@
 Nothing here waits, tokenizes or knows HTTP beyond status numbers. Values are plain JSON values.
 """
 
-from kvkeep.serve.messages.answers import MessageEvents, new_id
-from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, marked
-from kvkeep.serve.messages.checks import Refused, first_refused
-from kvkeep.serve.messages.errors import error_body, error_event, kind_of
-from kvkeep.serve.messages.requests import REFUSED, read_call
-from kvkeep.serve.messages.usage import LONG_S, MessageUsage, split_usage
+from kvkeep.serve.messages.answers import (
+    LONG_S,
+    MessageEvents,
+    MessageUsage,
+    error_body,
+    error_event,
+    kind_of,
+    new_id,
+    split_usage,
+)
+from kvkeep.serve.messages.requests import (
+    REFUSED,
+    Breakpoint,
+    MessagesCall,
+    Refused,
+    first_refused,
+    marked,
+    read_call,
+)
 
 __all__ = [
     "LONG_S", "REFUSED", "Breakpoint", "MessageEvents", "MessageUsage", "MessagesCall", "Refused",

@@ -3,24 +3,200 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
-from kvkeep.serve.messages.calls import Breakpoint, MessagesCall, Part
-from kvkeep.serve.messages.checks import (
-    Refused,
-    blocks_at,
-    first_refused,
-    flag_at,
-    kind_of_block,
-    list_at,
-    number_at,
-    object_at,
-    text_at,
-    whole_at,
-)
 
-__all__ = ["REFUSED", "read_call"]
+__all__ = [
+    "REFUSED",
+    "Breakpoint",
+    "MessagesCall",
+    "Refused",
+    "first_refused",
+    "marked",
+    "read_call",
+]
+
+
+# A character of the private use area: no template treats it as space or markup.
+_MARK = "\ue000"
+
+Part = Literal["tool", "text", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """A ``cache_control``: what comes before the end of its block is to stay for ``ttl_s`` seconds.
+
+    ``part`` and ``index`` name the block in the translated conversation: the tool of this number,
+    or a message. ``offset`` is the end of the block there: a number of characters of the message's
+    content, or the number of the tool call.
+    """
+
+    ttl_s: int
+    part: Part
+    index: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesCall:
+    """A request, translated.
+
+    ``messages``, ``tools`` and ``tool_choice`` are OpenAI's; arguments of tool calls are JSON
+    texts. ``breakpoints`` are in the order of the prompt. ``continued``: the last message is the
+    beginning of the answer. ``max_tokens`` 0 asks for the prompt to be cached, without an answer.
+    """
+
+    model: str
+    max_tokens: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any] | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
+    breakpoints: tuple[Breakpoint, ...] = ()
+    continued: bool = False
+
+
+def marked(
+    call: MessagesCall, breakpoint: Breakpoint
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return messages and tools that differ from the call's directly behind ``breakpoint``.
+
+    So the renderings of both by a chat template have in common what ends with the block.
+    Cost: a copy of one message or of the list of tools.
+    """
+    if breakpoint.part == "tool":
+        tools = call.tools[: breakpoint.index + 1]
+        if len(tools) == len(call.tools):
+            other = deepcopy(tools[-1])
+            other["function"]["name"] += _MARK
+            tools = [*tools, other]
+        return call.messages, tools
+    messages = list(call.messages)
+    message = messages[breakpoint.index] = deepcopy(messages[breakpoint.index])
+    if breakpoint.part == "text":
+        text, at = message["content"] or "", breakpoint.offset
+        # Another first character behind the block, where there is one, than the one that follows.
+        mark = _MARK if text[at : at + 1] != _MARK else "\ue001"
+        message["content"] = text[:at] + mark + text[at:]
+    else:
+        function = message["tool_calls"][breakpoint.offset]["function"]
+        function["arguments"] = _one_more(function["arguments"])
+    return messages, call.tools
+
+
+def _one_more(arguments: str) -> str:
+    """Return a JSON object with one more entry at its end."""
+    inside = arguments.strip()[1:-1].rstrip()
+    return "{" + inside + (", " if inside else "") + f'"{_MARK}": 1' + "}"
+
+
+_ONLY_TEXT = "models here read and write text only"
+_INT32 = 2**31 - 1
+
+Refused = Mapping[str, tuple[Any, ...]]
+"""Fields that are understood and cannot be honoured: why, and then the values that ask for nothing.
+
+Null asks for nothing in every field.
+"""
+
+
+def first_refused(fields: Mapping[str, Any], refused: Refused) -> tuple[str, str] | None:
+    """Return name and reason of the first field whose value asks for what cannot be honoured."""
+    for name, (why, *neutral) in refused.items():
+        value = fields.get(name)
+        if value is not None and not any(_equal(value, item) for item in neutral):
+            return name, f"cannot be honoured: {why}"
+    return None
+
+
+def _equal(value: object, neutral: object) -> bool:
+    """Whether two JSON values are equal; unlike Python's 1 and True."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def blocks_at(place: str, value: object) -> list[tuple[str, dict[str, Any]]]:
+    """Return the blocks of a content, each with its place; a text is one block."""
+    if isinstance(value, str):
+        if not value:
+            raise InvalidValue(f"{place}: should have at least one character")
+        return [(place, {"type": "text", "text": value})]
+    if not isinstance(value, list):
+        raise InvalidValue(f"{place}: should be a text or a list of blocks, got {told(value)}")
+    found = []
+    for number, block in enumerate(value):
+        where = f"{place}.{number}"
+        found.append((where, object_at(where, block)))
+    return found
+
+
+def kind_of_block(place: str, block: dict[str, Any], allowed: set[str]) -> str:
+    """Return the type of a block; one of ``allowed``."""
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind not in allowed:
+        what = f"; {_ONLY_TEXT}" if kind in {"image", "document"} else ""
+        raise InvalidValue(
+            f"{place}.type: should be one of {', '.join(sorted(allowed))} here, got {told(kind)}"
+            f"{what}"
+        )
+    return kind
+
+
+def object_at(place: str, value: object) -> dict[str, Any]:
+    """Return a JSON object."""
+    if not isinstance(value, dict):
+        raise InvalidValue(f"{place}: should be a JSON object, got {told(value)}")
+    return value
+
+
+def list_at(place: str, value: object, most: int) -> list[Any]:
+    """Return a list of at most ``most`` entries; null is an empty one."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidValue(f"{place}: should be a list, got {told(value)}")
+    if len(value) > most:
+        raise InvalidValue(f"{place}: has {len(value):,} entries; at most {most:,}")
+    return value
+
+
+def text_at(place: str, value: object, *, empty: bool = False) -> str:
+    """Return a text, which must not be empty unless ``empty`` is given."""
+    if not isinstance(value, str) or not (value or empty):
+        raise InvalidValue(f"{place}: should be a text, got {told(value)}")
+    return value
+
+
+def flag_at(place: str, value: object) -> bool:
+    """Return a truth value; null is false."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidValue(f"{place}: should be true or false, got {told(value)}")
+    return bool(value)
+
+
+def whole_at(place: str, value: object, low: int) -> int:
+    """Return a whole number, ``low`` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT32:
+        raise InvalidValue(f"{place}: should be a whole number, {low} or more, got {told(value)}")
+    return value
+
+
+def number_at(place: str, value: object, low: float, high: float) -> float | None:
+    """Return a number in ``low`` … ``high``; null is None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidValue(f"{place}: should be in {low} … {high}, got {told(value)}")
+    return float(value)
+
 
 MOST_BREAKPOINTS = 4
 _TTL_S = {"5m": 300, "1h": 3600}

@@ -7,9 +7,9 @@ from kvkeep.core.errors import require
 require("msgspec", "router")  # first, so that the error names the extra to install
 require("zmq", "router")
 
-from kvkeep.serve.router.cost import RoutingCost  # noqa: E402
 from kvkeep.serve.router.held import HeldPrefix  # noqa: E402
 from kvkeep.serve.router.index import Place, PlacementIndex  # noqa: E402
+from kvkeep.serve.router.placing import RoutingCost  # noqa: E402
 from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score  # noqa: E402
 
 __all__ = [

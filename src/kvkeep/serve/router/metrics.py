@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
-    from kvkeep.serve.router.discovery import Resolution
     from kvkeep.serve.router.health import Doubt
+    from kvkeep.serve.router.membership import Resolution
     from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, RouterStats, Score
     from kvkeep.serve.router.upstreams import Upstreams

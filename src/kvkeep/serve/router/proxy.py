@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import Enum
@@ -20,16 +22,14 @@ from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
+from kvkeep.serve.router.listening import Readiness, ReadinessGuard
 from kvkeep.serve.router.membership import Membership
 from kvkeep.serve.router.metrics import RouterMetrics
-from kvkeep.serve.router.probes import Probes
 from kvkeep.serve.router.prompts import Prompt, PromptParser
-from kvkeep.serve.router.readiness import Readiness, ReadinessGuard
-from kvkeep.serve.router.upstreams import UpstreamFailed, end_to_end_headers
-from kvkeep.serve.router.via import Via
+from kvkeep.serve.router.upstreams import Probes, UpstreamFailed, end_to_end_headers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     import httpx
     from starlette.types import Message, Receive, Scope, Send
@@ -39,7 +39,31 @@ if TYPE_CHECKING:
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
 
+    Headers = Iterable[tuple[bytes, bytes]]
+
 __all__ = ["create_proxy"]
+
+
+class Via:
+    """The header ``Via`` (RFC 9110, 7.6.3) with a random name of this router.
+
+    A router can be among its own instances, if its name is discovered or two routers list each
+    other. The name is random and told to instances only, so no client can forge a loop.
+    """
+
+    def __init__(self) -> None:
+        self._name = b"kvkeep-%s" % secrets.token_hex(8).encode()
+
+    def passed(self, headers: Headers) -> bool:
+        """Whether a request with these headers has been at this router before."""
+        return any(
+            self._name in re.split(rb"[,\s]+", value) for name, value in headers if name == b"via"
+        )
+
+    def mark(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers with which a request is passed on."""
+        return [*headers, (b"via", b"1.1 %s" % self._name)]
+
 
 log = logging.getLogger("kvkeep.router")
 

@@ -12,12 +12,19 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
-from kvkeep.serve.router.affinity import name_hash, prompt_hash, random_hash
-from kvkeep.serve.router.cost import RoutingCost
 from kvkeep.serve.router.held import HeldPrefix
 from kvkeep.serve.router.index import Place, PlacementIndex
-from kvkeep.serve.router.loads import PlaceLoad, PlaceLoads
-from kvkeep.serve.router.placing import Fleet, Wish, choose
+from kvkeep.serve.router.placing import (
+    Fleet,
+    PlaceLoad,
+    PlaceLoads,
+    RoutingCost,
+    Wish,
+    choose,
+    name_hash,
+    prompt_hash,
+    random_hash,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -20,9 +20,8 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.integrations.vllm.content import RequestContent
-from kvkeep.integrations.vllm.resets import Resets
-from kvkeep.integrations.vllm.started import join_logs
+from kvkeep.integrations.vllm.content import RequestContent, Resets
+from kvkeep.integrations.vllm.kept import join_logs
 from kvkeep.integrations.vllm.stats import Counts
 from kvkeep.integrations.vllm.transfer import NO_ENGINE, OFFLOADING, offload_parts
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.request import Request
 
-__all__ = ["ArrivedRequest", "KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
+__all__ = ["KVKeepManager", "KVKeepOffloadingConnector", "OffloadEngine"]
 
 _STARTING: ContextVar[OffloadEngine | None] = ContextVar("the engine that starts", default=None)
 

@@ -19,10 +19,9 @@ import numpy as np
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvkeep.core.errors import KVKeepError
-from kvkeep.integrations.load_costs import LoadPace, TimedLoads
+from kvkeep.integrations.load_choice import LoadPace, TimedLoads
 from kvkeep.integrations.records import gather, scatter
-from kvkeep.integrations.vllm.kept import log_fault
-from kvkeep.integrations.vllm.loaders import Loaders
+from kvkeep.integrations.vllm.kept import Loaders, log_fault
 from kvkeep.integrations.vllm.offload.requests import group_of
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.offload.requests import TierRequest
     from kvkeep.integrations.vllm.stats import Counts
 
-__all__ = ["FinishedJob", "TierJobs"]
+__all__ = ["TierJobs"]
 
 _LOG = logging.getLogger("kvkeep.vllm")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvkeep.integrations.vllm.adapters import Adapters
-from kvkeep.integrations.vllm.keys import keys_of, whole_hashes
+from kvkeep.integrations.vllm.content import Adapters
+from kvkeep.integrations.vllm.groups import keys_of, whole_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
