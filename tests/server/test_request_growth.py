@@ -25,7 +25,7 @@ from kvkeep.observe.usage import (
     RequestRecord,
 )
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.watching import Watching
+from kvkeep.serve.server.service import Watching
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
 REQUESTS = 200_000 if LONG else 2_000
