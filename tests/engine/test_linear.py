@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvkeep.serve.engine import linear
-from kvkeep.serve.engine.linear import PackedLinear, pack
+from kvkeep.serve.engine import loading
+from kvkeep.serve.engine.loading import PackedLinear, pack
 
 pytestmark = pytest.mark.model
 
@@ -42,7 +42,7 @@ def test_a_model_is_packed_within_bounds(make_model, monkeypatch):
     ids = torch.arange(1, 13)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits
-        monkeypatch.setattr(linear, "MOST_BYTES", 1000)
+        monkeypatch.setattr(loading, "MOST_BYTES", 1000)
         assert pack(model) == 0
         assert not any(isinstance(module, PackedLinear) for module in model.modules())
         monkeypatch.undo()

@@ -17,8 +17,7 @@ from kvkeep.serve.engine.offload.forms import SnapshotPages, SnapshotWrite
 from kvkeep.serve.engine.offload.load import LoadChunk
 from kvkeep.serve.engine.offload.loads import Loads
 from kvkeep.serve.engine.offload.mover import Mover
-from kvkeep.serve.engine.offload.threads import OffloadQueue
-from kvkeep.serve.engine.offload.writes import NEVER, Known
+from kvkeep.serve.engine.offload.writes import NEVER, Known, OffloadQueue
 from kvkeep.store import Snapshot
 
 if TYPE_CHECKING:
