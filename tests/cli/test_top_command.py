@@ -89,7 +89,7 @@ def test_everything_that_matters_has_its_line():
 
 def test_loads_have_a_line_where_there_were_some():
     assert not any(line.startswith(" loads") for line in plain(draw(picture(), "x", 80, 40)))
-    loads = {"prefill_tokens_per_s": 5300.0, "loads": 40, "loaded_tokens": 30_720,
+    loads = {"loads": 40, "loaded_tokens": 30_720,
              "computed_stored_tokens": 10_240}  # fmt: skip
     (line,) = [
         one for one in plain(draw(picture(live=live(loads=loads)), "x", 80, 40))

@@ -38,7 +38,6 @@ def _small_bounds(monkeypatch):
     if LONG:
         return
     for where, most in (
-        ("kvkeep.observe.usage.table._MOST_SESSIONS", 100),
         ("kvkeep.observe.usage.history._MOST_TIMES", 100),
         ("kvkeep.observe.explain.ledger._SLACK", 100),
         ("kvkeep.core.cache.sessions._MOST_SESSIONS", 100),

@@ -24,18 +24,14 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.usage.history import FirstTokenTimes
     from kvkeep.observe.usage.lately import Counts
-    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot, SessionUsage
+    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
-__all__ = [
-    "MOST_SHOWN", "EngineState", "Live", "ServerLosses", "load_figures", "loss_counts",
-    "source_figures", "tenant_figures", "tier_figures", "time_figures",
-]  # fmt: skip
+__all__ = ["MOST_SHOWN", "EngineState", "Live", "ServerLosses", "loss_counts"]
 
 _POOL: Final = "pool"
 _REQUESTS: Final = "requests"
@@ -122,7 +118,7 @@ def loss_counts(
 
 _FRESH_S = 0.5
 MOST_SHOWN = 20
-"""Tenants, and sessions, of an answer."""
+"""Tenants of an answer."""
 
 
 class Live:
@@ -193,13 +189,17 @@ class EngineState:
             "running": engine.running,
             "waiting": engine.waiting,
             "totals": _totals(cache, engine),
-            "reused": source_figures(usage.reuse),
+            "reused": _source_figures(usage.reuse),
             "losses": service.losses.rows(service.loss_counts(cache, tiers)),
-            "pages": _pages(cache),
-            "ttft": {"cold": time_figures(usage.cold), "warm": time_figures(usage.warm)},
+            "pages": {
+                "total": cache.pages_total,
+                **cache.pages_by_state(),
+                "pinned": cache.pinned_pages,
+            },
+            "ttft": {"cold": asdict(usage.cold), "warm": asdict(usage.warm)},
             "history": usage.history,
-            "tiers": [tier_figures(tier, service.costs) for tier in tiers],
-            "loads": load_figures(service.costs),
+            "tiers": [_tier_figures(tier, service.costs) for tier in tiers],
+            "loads": _load_figures(service.costs),
             "what_if": [
                 {
                     "times": point.times,
@@ -210,23 +210,11 @@ class EngineState:
                 for point in cache.what_if
             ]
             or None,
-            "tenants": tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
-            "sessions": [_session(one) for one in usage.sessions],
+            "tenants": _tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
         }
 
 
-def _session(one: SessionUsage) -> dict[str, Any]:
-    return {
-        "session": showable(one.session),
-        "cache_salt": showable(one.tenant),
-        "requests": one.requests,
-        "prompt_tokens": one.prompt_tokens,
-        "reused_tokens": one.reused_tokens,
-        "last_at": one.last_at,
-    }
-
-
-def source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
+def _source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
     """Return where reused tokens came from, and the time that this saved."""
     saved = reuse.saved_seconds_by_tier
     return [
@@ -246,20 +234,7 @@ def _totals(cache: CacheStats, engine: EngineStats) -> dict[str, Any]:
     }
 
 
-def _pages(cache: CacheStats) -> dict[str, Any]:
-    return dict(
-        total=cache.pages_total,
-        **cache.pages_by_state(),
-        pinned=cache.pinned_pages,
-    )
-
-
-def time_figures(times: FirstTokenTimes) -> dict[str, Any]:
-    """Return times to the first token as JSON has them."""
-    return asdict(times)
-
-
-def tenant_figures(
+def _tenant_figures(
     namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
@@ -275,18 +250,17 @@ def tenant_figures(
     ]
 
 
-def load_figures(costs: EngineCosts) -> dict[str, Any]:
-    """Return what was loaded lately, and what computing takes."""
-    recent, seconds = costs.recent, costs.prefill_seconds_per_token
+def _load_figures(costs: EngineCosts) -> dict[str, Any]:
+    """Return what was loaded lately."""
+    recent = costs.recent
     return {
-        "prefill_tokens_per_s": 1 / seconds if seconds else None,
         "loads": recent.loads,
         "loaded_tokens": recent.loaded_tokens,
         "computed_stored_tokens": recent.computed_stored_tokens,
     }
 
 
-def tier_figures(tier: TierStats, costs: EngineCosts) -> dict[str, Any]:
+def _tier_figures(tier: TierStats, costs: EngineCosts) -> dict[str, Any]:
     """Return one tier as JSON has it; names are made showable."""
     counted = {name: int(value) for name, value in tier.counters.items()}
     return {

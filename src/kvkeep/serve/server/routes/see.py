@@ -40,7 +40,7 @@ from kvkeep.store import KVStore
 if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["prompts", "router"]
+__all__ = ["router"]
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -144,7 +144,6 @@ def _shown(value: Any) -> Any:
     return value
 
 
-Decode = Callable[[Sequence[int]], str]
 Source = tuple[int, int, str]
 
 _PATIENCE_S = 2.0
@@ -195,8 +194,6 @@ def _lookup(
 
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
-# What needs a tokenizer and the cache itself.
-prompts = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 _NOT_HERE = errors(404)
 _MOST = 1000
@@ -223,7 +220,7 @@ async def explain(
     return answer
 
 
-@prompts.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
+@router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
 async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, Any]:
     """The same for a prompt, as if it were sent now. Changes nothing."""
     explainer = _explainer(service)
