@@ -213,7 +213,7 @@ def test_states_that_were_held_back_are_written_when_the_answer_is_preempted():
 
 
 def test_states_for_which_there_is_no_room_are_written_at_once(monkeypatch):
-    monkeypatch.setattr("kvkeep.serve.engine.offload.snapshots._HELD_BYTES", 0)
+    monkeypatch.setattr("kvkeep.serve.engine.offload.movers._HELD_BYTES", 0)
     engine, store, answer = with_states(0)
     assert position(store, answer.tokens()) == 92
     assert engine._offload._mover._held_bytes == 0

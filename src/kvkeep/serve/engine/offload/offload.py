@@ -21,8 +21,7 @@ from kvkeep.core.keys import Namespace
 from kvkeep.core.public import FOLDED
 from kvkeep.observe.usage import LoadReport, Notifier, PromptStored, RequestLoaded
 from kvkeep.serve.engine.offload.load import Evidence, Load
-from kvkeep.serve.engine.offload.mover import Mover, PageMover
-from kvkeep.serve.engine.offload.snapshots import SnapshotMover
+from kvkeep.serve.engine.offload.movers import Mover, PageMover, SnapshotMover
 from kvkeep.serve.engine.offload.writes import NEVER
 from kvkeep.store import Removed, choose_load
 
