@@ -52,8 +52,8 @@ def browser():
 @pytest.fixture
 def load_first(monkeypatch):
     """For tests of what is loaded: engines wait for all of it, up to their ``load_timeout``."""
-    from kvkeep.serve.engine.offload import planner
+    from kvkeep.serve.engine.offload import offload
     from waiting_loads import load_all, whole_timeout
 
-    monkeypatch.setattr(planner, "choose_load", load_all)
-    monkeypatch.setattr(planner, "lookup_patience_s", whole_timeout)
+    monkeypatch.setattr(offload, "choose_load", load_all)
+    monkeypatch.setattr(offload, "lookup_patience_s", whole_timeout)

@@ -683,8 +683,8 @@ REACHES: dict[str, int] = {
     "kvkeep.integrations.transformers_model": 1,  # _supports_logits_to_keep
     "kvkeep.integrations.vllm.offload.requests": 1,  # positions that vLLM notes by key
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
-    "kvkeep.serve.engine.attention.hook": 1,  # _attn_implementation
-    "kvkeep.serve.engine.linear": 2,  # oneDNN's packed layers
+    "kvkeep.serve.engine.attention.batch": 1,  # _attn_implementation
+    "kvkeep.serve.engine.loading": 2,  # oneDNN's packed layers
     "kvkeep.store.identity.modules": 14,  # torch's modules, read without their hooks
     "kvkeep.store.identity.watch": 4,
 }

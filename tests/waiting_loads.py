@@ -28,8 +28,8 @@ waiting_loads.wait_for_all()
 
 def wait_for_all() -> None:
     """Let the engines of this process wait for all that is stored, up to their `load_timeout`."""
-    planner = vars(import_module("kvkeep.serve.engine.offload.planner"))
-    planner["choose_load"], planner["lookup_patience_s"] = load_all, whole_timeout
+    offload = vars(import_module("kvkeep.serve.engine.offload.offload"))
+    offload["choose_load"], offload["lookup_patience_s"] = load_all, whole_timeout
 
 
 def load_all(

@@ -50,7 +50,7 @@ def live(**changed: Any) -> dict[str, Any]:
             },
         ],
         "loads": {
-            "prefill_tokens_per_s": None, "loads": 0, "loaded_tokens": 0,
+            "loads": 0, "loaded_tokens": 0,
             "computed_stored_tokens": 0,
         },
         "what_if": [
@@ -63,7 +63,6 @@ def live(**changed: Any) -> dict[str, Any]:
             {"cache_salt": "", "requests": 404, "prompt_tokens": 304_113,
              "reused_tokens": 270_632, "pages": 120},
         ],
-        "sessions": [],
         **changed,
     }  # fmt: skip
 

@@ -15,10 +15,10 @@ from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.serve.engine import Piece, Runner
-from kvkeep.serve.engine.attention import hook, memory
+from kvkeep.serve.engine.attention import batch, memory
 from kvkeep.serve.engine.attention.dense import Scoring
 from kvkeep.serve.engine.attention.memory import LatentMaps, Reach
-from kvkeep.serve.engine.model import states, survey
+from kvkeep.serve.engine.model import survey, wrapped
 
 pytestmark = pytest.mark.model
 
@@ -269,11 +269,11 @@ def nothing(*_, **__):
 @pytest.mark.parametrize(
     ("family", "place", "fault"),
     [
-        ("qwen3_next", (states.PassStates, "write"), nothing),
-        ("lfm2", (states.PassStates, "write"), nothing),
+        ("qwen3_next", (wrapped.PassStates, "write"), nothing),
+        ("lfm2", (wrapped.PassStates, "write"), nothing),
         ("falcon_h1", (GroupedTensors, "copy"), nothing),
         ("gemma3_text", (memory, "reaches"), lambda _: dict.fromkeys(range(4), Reach(WINDOW - 1))),
-        ("gpt_oss", (hook, "Scoring"), lambda scale, cap, _: Scoring(scale, cap)),
+        ("gpt_oss", (batch, "Scoring"), lambda scale, cap, _: Scoring(scale, cap)),
         ("deepseek_v3", (LatentMaps, "value"), lambda maps, out: out[..., :16]),
         ("bamba", (survey._Seen, "keeps_state"), nothing),
         ("gemma3n_text", (survey._Seen, "_attends_elsewhere"), nothing),

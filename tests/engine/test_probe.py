@@ -9,7 +9,7 @@ import transformers
 from kvkeep.core.errors import UnsupportedModel
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.serve.engine import Runner
-from kvkeep.serve.engine.attention import hook, plan
+from kvkeep.serve.engine.attention import batch, plan
 from kvkeep.serve.engine.attention.dense import Scoring
 
 pytestmark = pytest.mark.model
@@ -79,7 +79,7 @@ def gpt_oss():
 
 def test_attention_sinks_that_are_ignored_are_found_out(monkeypatch):
     over_pages(gpt_oss())
-    monkeypatch.setattr(hook, "Scoring", lambda scale, softcap, _: Scoring(scale, softcap))
+    monkeypatch.setattr(batch, "Scoring", lambda scale, softcap, _: Scoring(scale, softcap))
     with pytest.raises(UnsupportedModel, match="other logits over pages than by itself"):
         over_pages(gpt_oss())
 

@@ -19,7 +19,7 @@ from kvkeep.serve.models import bundled_model
 from kvkeep.serve.server import jobs
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.routes import base
-from kvkeep.serve.server.thread_pools import LARGE
+from kvkeep.serve.server.service import LARGE
 
 pytestmark = pytest.mark.model
 
@@ -170,7 +170,7 @@ def test_bodies_of_many_values_are_refused_before_they_are_parsed(
     def never(*args, **more):
         raise AssertionError("it was parsed")
 
-    monkeypatch.setattr("kvkeep.serve.server.parsing.from_json", never)
+    monkeypatch.setattr("kvkeep.serve.server.routes.base.from_json", never)
     content = b'{"prompt":%b}' % prompt().encode()
     answer = server.http.post(path, content=content, headers=JSON)
     assert answer.status_code == 400, answer.text

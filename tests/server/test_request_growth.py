@@ -25,7 +25,7 @@ from kvkeep.observe.usage import (
     RequestRecord,
 )
 from kvkeep.serve.server.metrics import ServerMetrics
-from kvkeep.serve.server.watching import Watching
+from kvkeep.serve.server.service import Watching
 
 LONG = os.environ.get("KVKEEP_GROWTH") == "long"
 REQUESTS = 200_000 if LONG else 2_000
@@ -38,7 +38,6 @@ def _small_bounds(monkeypatch):
     if LONG:
         return
     for where, most in (
-        ("kvkeep.observe.usage.table._MOST_SESSIONS", 100),
         ("kvkeep.observe.usage.history._MOST_TIMES", 100),
         ("kvkeep.observe.explain.ledger._SLACK", 100),
         ("kvkeep.core.cache.sessions._MOST_SESSIONS", 100),

@@ -63,9 +63,6 @@ def test_in_prompts_salts_and_sessions(server):
     assert text["cached_text"][at[1] :].lstrip().startswith("1")
     (tenant,) = [one for one in server.http.get("/kv/live").json()["tenants"] if one["cache_salt"]]
     assert tenant["cache_salt"] == told["cache_salt"]
-    (session,) = server.http.get("/kv/live").json()["sessions"]
-    assert session["session"] == told["session"]
-    assert session["requests"] == 2
     assert_showable(
         server.http.post("/kv/explain", json={"prompt": f"A {HOSTILE} 3", "cache_salt": HOSTILE})
     )

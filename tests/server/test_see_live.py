@@ -26,7 +26,7 @@ def test_it_says_what_is(start_server):
         assert empty["totals"] == dict.fromkeys(empty["totals"], 0)
         assert empty["ttft"]["cold"] == {"count": 0, "p50_s": None, "p95_s": None}
         assert (empty["model"], empty["policy"], empty["page_size"]) == ("kvkeep-tiny", "lru", 16)
-        assert (empty["tiers"], empty["tenants"], empty["sessions"]) == ([], [], [])
+        assert (empty["tiers"], empty["tenants"]) == ([], [])
         assert empty["text"]
         prompt = tokens_of(1, 100)
         for salt in (None, None, "red"):
@@ -57,9 +57,6 @@ def test_it_says_what_is(start_server):
         assert (none["cache_salt"], none["requests"], none["reused_tokens"]) == ("", 12, 96)
         assert (red["cache_salt"], red["requests"]) == ("red", 1)
         assert none["pages"] + red["pages"] == cache["pages_cached"]
-        assert [(one["cache_salt"], one["requests"]) for one in told["sessions"]] == [
-            ("red", 1), ("", 2)
-        ]  # fmt: skip
         # All of one moment: the sources of reuse, the totals, and the history.
         (pool,) = told["reused"]
         assert (pool["source"], pool["tokens"]) == ("pool", 96)

@@ -82,23 +82,13 @@ def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
     assert sum(one.count for one in figures.times()) == 2000  # memory is bounded
 
 
-def test_tenants_and_sessions(clock):
+def test_tenants(clock):
     figures = UsageTable(clock=clock)
     for number in range(1500):
         opened(figures, number, number // 2, f"t{number}", f"s{number}")
     largest = figures.namespaces(20)
     assert [one.tenant for one in largest] == [f"t{number}" for number in range(1499, 1479, -1)]
     assert len(figures.namespaces(10_000)) == 1500
-    assert len(figures.sessions(10_000)) == 1000
-    clock.now += 5
-    for _ in range(6):
-        opened(figures, 10, 5, "t", "talk")
-    latest = figures.sessions(20)[0]
-    assert (latest.session, latest.tenant) == ("talk", "t")
-    assert (latest.requests, latest.prompt_tokens, latest.reused_tokens) == (6, 60, 30)
-    assert latest.last_at == clock.now
-    opened(figures, 1, 0, "other", "talk")  # a name of another tenant's is another session
-    assert figures.sessions(1)[0].requests == 1
 
 
 def stored(cache):

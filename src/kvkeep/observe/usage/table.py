@@ -1,13 +1,11 @@
-"""`UsageTable`: what requests use, by namespace, by session and over time."""
+"""`UsageTable`: what requests use, by namespace and over time."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvkeep.core.errors import InvalidValue, whole
@@ -26,12 +24,8 @@ if TYPE_CHECKING:
 
     from kvkeep.observe.usage.records import RequestEvent
 
-__all__ = [
-    "NamespaceShare", "NamespaceUsage", "ReuseSnapshot", "SessionUsage", "UsageMoment",
-    "UsageTable",
-]  # fmt: skip
+__all__ = ["NamespaceShare", "NamespaceUsage", "ReuseSnapshot", "UsageMoment", "UsageTable"]
 
-_MOST_SESSIONS = 1000
 _RESCALE_AFTER = 200  # half-lives; a float overflows at 1,024
 
 
@@ -43,15 +37,6 @@ class NamespaceUsage(ReuseCounts):
     recent_prompt: float = field(default=0.0, repr=False)
     """Prompt tokens, each halved with every half-life, times the table's weight."""
     recent_reused: float = field(default=0.0, repr=False)
-
-
-@dataclass(slots=True)
-class SessionUsage(ReuseCounts):
-    """Usage of one session of a tenant; ``last_at`` is in seconds since 1970."""
-
-    tenant: str = ""
-    session: str = ""
-    last_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +80,15 @@ class UsageMoment(NamedTuple):
     warm: FirstTokenTimes
     reuse: ReuseSnapshot
     namespaces: list[NamespaceUsage]
-    sessions: list[SessionUsage]
 
 
 class UsageTable:
     """A `RequestObserver` (`see`) that adds up usage for metrics and the dashboard.
 
     ``num_pages`` are those of the cache. At most ``names`` namespaces are remembered: beyond that
-    the half with fewer recent prompt tokens is forgotten, and counts as unlisted. The last thousand
-    sessions are remembered. Recent tokens are weighted: after ``half_life_s`` seconds a token
-    counts half. ``clock`` gives seconds since 1970, ``monotonic`` seconds.
+    the half with fewer recent prompt tokens is forgotten, and counts as unlisted. Recent tokens are
+    weighted: after ``half_life_s`` seconds a token counts half. ``clock`` gives seconds since 1970,
+    ``monotonic`` seconds.
 
     Thread safety: all methods. Memory: bounded, below 4 MB, names aside. Cost: about 5 µs a
     request; snapshots take one pass over the names.
@@ -130,7 +114,6 @@ class UsageTable:
         self._names: dict[str, NamespaceUsage] = {}
         self._all = NamespaceUsage()
         self._forgot = False
-        self._sessions: OrderedDict[tuple[str, str], SessionUsage] = OrderedDict()
         self._history = ReuseHistory(clock())
         self._totals = ReuseTotals()
         self.pages = PageOwners(num_pages)
@@ -169,8 +152,6 @@ class UsageTable:
             if row is None:
                 row = self._names[tenant] = NamespaceUsage(tenant=tenant)
             counts: tuple[ReuseCounts, ...] = (row, self._history.bucket(now))
-            if request.session is not None:
-                counts = (*counts, self._session(tenant, request.session, now))
             for one in counts:
                 one.add(tokens, reused)
             # New tokens weigh more, instead of all earlier ones less: no other row is touched.
@@ -194,17 +175,6 @@ class UsageTable:
                 weight = self._weight()
                 row.recent_reused += weight * tokens
                 self._all.recent_reused += weight * tokens
-
-    def _session(self, tenant: str, session: str, now: float) -> SessionUsage:
-        key = tenant, session
-        known = self._sessions.get(key)
-        if known is None:
-            known = self._sessions[key] = SessionUsage(tenant=tenant, session=session)
-            if len(self._sessions) > _MOST_SESSIONS:
-                self._sessions.popitem(last=False)
-        self._sessions.move_to_end(key)
-        known.last_at = now
-        return known
 
     def _weight(self) -> float:
         """Return the weight of a token now; scale all down before the weight overflows."""
@@ -242,20 +212,14 @@ class UsageTable:
             largest = nlargest(most, self._names.values(), key=lambda row: row.prompt_tokens)
             return [replace(row) for row in largest]
 
-    def sessions(self, most: int) -> list[SessionUsage]:
-        """Return copies of the ``most`` sessions used last, latest first."""
-        with self._lock:
-            return [replace(row) for row in islice(reversed(self._sessions.values()), most)]
-
     def moment(self, most: int) -> UsageMoment:
-        """Return all snapshots at one moment; of namespaces and sessions, ``most`` each."""
+        """Return all snapshots at one moment; of namespaces, ``most``."""
         with self._lock:
             return UsageMoment(
                 self.history(),
                 *self.times(),
                 self.reuse(most),
                 self.namespaces(most),
-                self.sessions(most),
             )
 
     def reuse(self, most: int = 20) -> ReuseSnapshot:

@@ -13,8 +13,8 @@ A request's way from `Engine.add` to its tokens:
     sampling.py     a token for each row of logits, and its log-probabilities
     text.py         tokens to text, up to a stop text
 
-Also: params.py, stats.py; observe.py: events for observers; loading.py: models from files;
-probe.py: checks that a model computes the same over pages; linear.py: faster layers on CPUs.
+Also: params.py, stats.py; loading.py: models from files, and
+faster layers on CPUs; probe.py: checks that a model computes the same over pages.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ from kvkeep.serve.engine.stats import EngineStats  # noqa: E402
 from kvkeep.serve.engine.text import Tokenizer  # noqa: E402
 
 __all__ = [
-    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits",
-    "Piece", "Request", "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
+    "Choice", "Completion", "Delta", "Engine", "EngineStats", "Limits", "Piece", "Request",
+    "Runner", "SamplingParams", "TokenLogprob", "Tokenizer",
 ]  # fmt: skip

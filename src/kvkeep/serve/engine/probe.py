@@ -25,13 +25,17 @@ from kvkeep.core.groups import GroupPlan, StateCopy
 from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading
-from kvkeep.serve.engine.attention.batch import PagedBatch, Piece
-from kvkeep.serve.engine.attention.hook import ATTENTION, register, switch_attention
+from kvkeep.serve.engine.attention.batch import (
+    ATTENTION,
+    PagedBatch,
+    Piece,
+    register,
+    switch_attention,
+)
 from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.serve.engine.attention.plan import SHORT
-from kvkeep.serve.engine.model.states import MixerCache
 from kvkeep.serve.engine.model.survey import survey
-from kvkeep.serve.engine.model.wrapped import WrappedModel
+from kvkeep.serve.engine.model.wrapped import MixerCache, WrappedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,8 @@ from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages import PageCopy
 from kvkeep.core.pages.device import pick_device
 from kvkeep.core.pages.tensors import PagedTensors
-from kvkeep.serve.engine import linear, loading, probe
-from kvkeep.serve.engine.attention.batch import PagedBatch
-from kvkeep.serve.engine.attention.hook import is_paged
+from kvkeep.serve.engine import loading, probe
+from kvkeep.serve.engine.attention.batch import PagedBatch, is_paged
 from kvkeep.serve.engine.attention.memory import KVMemory
 from kvkeep.store.identity import ModelWatch, model_identity
 
@@ -88,7 +87,7 @@ class Runner:
 
         The model's identity is computed first: about 0.1 s a GiB on a CPU. In float32 on a CPU,
         linear layers keep their weights twice, up to 1 GiB more in all (see
-        `kvkeep.serve.engine.linear`).
+        `loading.PackedLinear`).
         """
         if is_paged(model):
             raise IllegalStep("this model was taken over by a Runner before; load it once more")
@@ -104,7 +103,7 @@ class Runner:
         self.plan = GroupPlan(geometry, page_size)
         self.max_tokens = self._longest()
         self._model, found = probe.prove(model, geometry)
-        linear.pack(model)
+        loading.pack(model)
         self.groups: GroupedTensors | None = None
         self._tensors: PagedTensors | None = None
         # Page ids come from the cache and are valid; a check on a GPU would wait for it each time.

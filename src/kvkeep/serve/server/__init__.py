@@ -9,15 +9,7 @@ require("uvicorn", "server")
 require("prometheus_client", "server")
 
 from kvkeep.serve.http import bind, url_of  # noqa: E402 - after require
-from kvkeep.serve.server.app import create_app  # noqa: E402
-from kvkeep.serve.server.listening import Listener  # noqa: E402
+from kvkeep.serve.server.app import Listener, create_app  # noqa: E402
 from kvkeep.serve.server.settings import LOOPBACK_HOSTS, ServerSettings  # noqa: E402
 
-__all__ = [
-    "LOOPBACK_HOSTS",
-    "Listener",
-    "ServerSettings",
-    "bind",
-    "create_app",
-    "url_of",
-]
+__all__ = ["LOOPBACK_HOSTS", "Listener", "ServerSettings", "bind", "create_app", "url_of"]

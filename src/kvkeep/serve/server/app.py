@@ -1,8 +1,9 @@
-"""`create_app`: the application around one engine."""
+"""`create_app`: the application around one engine; `Listener` runs it until a signal."""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import asyncio
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -10,21 +11,24 @@ from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.serve.http import BodyGuard
+from kvkeep.serve.http import BodyGuard, GuardedServer
 from kvkeep.serve.server import errors
 from kvkeep.serve.server.guards import AccessLog, HostGuard, KeyGuard
 from kvkeep.serve.server.routes import ROUTERS
 from kvkeep.serve.server.service import Service
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from types import FrameType
 
     from kvkeep.bench.traces import Capture
     from kvkeep.observe.usage import RequestObserver
     from kvkeep.serve.engine import Engine
+    from kvkeep.serve.http import ConnectionLimits
     from kvkeep.serve.server.settings import ServerSettings
 
-__all__ = ["create_app"]
+__all__ = ["Listener", "create_app"]
 
 _DESCRIPTION = (
     "An OpenAI-compatible server on kvkeep's paged KV cache. Fields and endpoints that OpenAI does "
@@ -83,3 +87,56 @@ def create_app(
     app.add_middleware(HostGuard, hosts=settings.hosts)
     app.add_middleware(AccessLog)
     return app
+
+
+# Seconds to send the last bytes once all requests have ended or been aborted.
+_LAST_WRITES_S = 3
+
+
+class Listener(GuardedServer):
+    """A server that drains on shutdown: running requests finish, new ones are refused with 503.
+
+    ``limits`` are by default those of `ConnectionLimits`, with as many connections as the limit on
+    open files allows. The first SIGTERM or SIGINT, or `stop`, begins the drain; the second aborts
+    the remaining requests.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        limits: ConnectionLimits | None = None,
+        *,
+        ready: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(app, limits, ready=ready, timeout_graceful_shutdown=_LAST_WRITES_S)
+        app.state.service.metrics.connections = self.connections
+        self._service: Service = app.state.service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._stops = 0
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop`; in the main thread, also until a signal."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def stop(self) -> None:
+        """Begin the drain; on the second call, cut it short. Safe from any thread, at any time."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: this server has ended
+                self._loop.call_soon_threadsafe(self._stop)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop. uvicorn's own handler would end the process by the signal, not with success."""
+        self.stop()
+
+    def _stop(self) -> None:
+        self._stops += 1
+        if self._stops > 1:
+            self._service.give_up()  # which ends the drain
+        else:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._service.drain()
+        self.should_exit = True

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from kvkeep.serve.engine import Completion, Delta
-    from kvkeep.serve.server.framing import Frames
     from kvkeep.serve.server.schemas.base import ResponseModel
     from kvkeep.serve.server.service import ServedRequest, Service
     from kvkeep.serve.server.worker import Job
+    from kvkeep.serve.server.writers import Frames
 
 __all__ = ["Writer", "respond"]
 

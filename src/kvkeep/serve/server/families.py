@@ -10,23 +10,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from kvkeep.observe.telemetry.labels import OTHER, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
 
     from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.usage import TenantCounts
     from kvkeep.observe.usage.table import ReuseSnapshot
+    from kvkeep.serve.server.engine_costs import EngineCosts
+    from kvkeep.serve.server.pins import PoolPins, StorePins
 
 __all__ = [
-    "MOST_NAMES",
-    "of_cache",
-    "of_computed",
-    "of_engine",
-    "of_events",
-    "of_reuse",
-    "of_store",
+    "MOST_NAMES", "of_cache", "of_computed", "of_engine", "of_events", "of_reuse", "of_store",
     "of_tiers",
-]
+]  # fmt: skip
 
 MOST_NAMES = 20
 """Namespaces with their own label; all others are "other"."""
@@ -269,3 +266,118 @@ def of_events(publisher: Mapping[str, int]) -> Iterator[Metric]:
 def _tier(name: str) -> str:
     """Return the label of a tier: the name that an operator gave it."""
     return label(name, reserved=())
+
+
+_TOKENS = {
+    "prompt": "prompt_tokens",
+    "read": "read_tokens",
+    "loaded": "loaded_tokens",
+    "computed": "computed_tokens",
+    "generated": "generated_tokens",
+    "stored": "stored_tokens",
+}
+
+
+def of_pool_pins(pins: PoolPins) -> Iterator[Metric]:
+    """Tokens that clients asked to be kept, and the pages that count against their budgets."""
+    counter = CounterMetricFamily(
+        "kvkeep_retained_tokens",
+        "Prompt tokens that requests asked to be kept in the pool: pinned, beyond the budget, or "
+        "pinned and given way to another tenant",
+        labels=["outcome"],
+    )
+    counter.add_metric(["pinned"], pins.pinned_tokens)
+    counter.add_metric(["beyond the budget"], pins.unpinned_tokens)
+    counter.add_metric(["given way"], pins.given_tokens)
+    yield counter
+    yield GaugeMetricFamily(
+        "kvkeep_retained_pages",
+        "Pages that count against the budgets of pins of clients",
+        pins.count,
+    )
+
+
+def of_tier_pins(pins: StorePins) -> Iterator[Metric]:
+    """The same for the tiers."""
+    counter = CounterMetricFamily(
+        "kvkeep_store_retained_tokens",
+        "Prompt tokens that requests asked to be kept in the tiers: kept, beyond the budget, kept "
+        "and given way to another tenant, or within the budget and not pinned by any tier",
+        labels=["outcome"],
+    )
+    counter.add_metric(["kept"], pins.pinned_tokens)
+    counter.add_metric(["beyond the budget"], pins.unpinned_tokens)
+    counter.add_metric(["given way"], pins.given_tokens)
+    counter.add_metric(["lost"], pins.lost_tokens)
+    yield counter
+    yield GaugeMetricFamily(
+        "kvkeep_store_retained_blocks",
+        "Blocks that count against the budgets of what clients keep in the tiers",
+        pins.count,
+    )
+
+
+def of_tenants(series: Sequence[tuple[str | None, TenantCounts]]) -> Iterator[Metric]:
+    """What tenants used, from `TenantLedger.series`."""
+    tokens = CounterMetricFamily(
+        "kvkeep_namespace_tokens",
+        "Tokens by namespace and kind; a namespace's counters begin when it gets its label",
+        labels=["namespace", "kind"],
+    )
+    for tenant, counts in series:
+        name = OTHER if tenant is None else label(tenant)
+        for kind, field in _TOKENS.items():
+            tokens.add_metric([name, kind], getattr(counts, field))
+    yield tokens
+
+
+# Metric → the field of `LoadSums`, and the help text.
+_COUNTERS = {
+    "kvkeep_store_computed_stored_tokens": (
+        "computed_stored_tokens",
+        "Stored prompt tokens that were computed, because that is faster than to load them",
+    ),
+    "kvkeep_store_overtaken_tokens": (
+        "overtaken_tokens",
+        "Of these, tokens that were computed since loading them turned slow",
+    ),
+}
+_COST_GAUGES = {
+    "kvkeep_store_transfer_bandwidth_bytes": (
+        "bytes_per_s",
+        "Bytes of raw KV a second that are read from a tier, or written to it; codecs included",
+    ),
+}
+
+
+def of_costs(costs: EngineCosts) -> Iterator[Metric]:
+    """What was learned of prefill and of each tier, and what was decided by it."""
+    seconds = costs.prefill_seconds_per_token
+    per_token = GaugeMetricFamily(
+        "kvkeep_prefill_token_seconds",
+        "Expected seconds a token of a prompt of 1,000 tokens",
+    )
+    if seconds is not None:
+        per_token.add_metric([], seconds)
+    yield per_token
+    tiers = costs.tiers()
+    for name, (key, text) in _COST_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=["tier", "call"])
+        for tier, kinds in tiers.items():
+            for kind, one in kinds.items():
+                if one[key] is not None:
+                    gauge.add_metric([label(tier, reserved=()), kind], one[key])
+        yield gauge
+    total = costs.total
+    for name, (field, text) in _COUNTERS.items():
+        yield CounterMetricFamily(name, text, getattr(total, field))
+    loads = CounterMetricFamily(
+        "kvkeep_store_loads",
+        "Prompts of which the store had more than the pool, by what was done: loaded, computed, "
+        "or both at once",
+        labels=["outcome"],
+    )
+    loads.add_metric(["both"], total.both)
+    loads.add_metric(["computed"], total.computed)
+    loads.add_metric(["loaded"], total.loads - total.both - total.computed)
+    yield loads

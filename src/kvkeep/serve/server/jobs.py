@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.server.schemas.base import SamplingRequest
     from kvkeep.serve.server.schemas.chat import ChatRequest, Message
     from kvkeep.serve.server.schemas.completions import CompletionRequest, Prompt
-    from kvkeep.serve.server.schemas.prompt import PromptRequest
+    from kvkeep.serve.server.schemas.kv import PromptRequest
     from kvkeep.serve.server.service import Service
 
 __all__ = [

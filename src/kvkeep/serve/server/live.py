@@ -1,37 +1,124 @@
-"""`Live`: the state of a server at this moment, computed at most twice a second."""
+"""`Live`: the state of a server at this moment, computed at most twice a second.
+
+`ServerLosses` follows evictions and errors: in the last minute, the last ten, in all.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_json
 
+from kvkeep.observe.usage.lately import EVERY_S, Lately
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from prometheus_client import Counter
+
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.usage.history import FirstTokenTimes
-    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot, SessionUsage
+    from kvkeep.observe.usage.lately import Counts
+    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
     from kvkeep.store.tiers import TierStats
 
-__all__ = [
-    "MOST_SHOWN", "EngineState", "Live", "load_figures", "source_figures", "tenant_figures",
-    "tier_figures", "time_figures",
-]  # fmt: skip
+__all__ = ["MOST_SHOWN", "EngineState", "Live", "ServerLosses", "loss_counts"]
+
+_POOL: Final = "pool"
+_REQUESTS: Final = "requests"
+_OUTCOMES: Final = ("failed", "timeout", "refused")
+# What the row is called → the counter of a tier.
+_OF_TIERS: Final = {
+    "evicted": "evictions",
+    "errors": "errors",
+    "late": "late",
+    "damaged": "damaged",
+    "dropped": "drops",
+}
+_KINDS: Final = {"evicted": "eviction", "refused": "refusal"}
+_PATIENCE_S: Final = 10.0
+
+
+class ServerLosses:
+    """Follows what is lost: pages and blocks that are evicted, requests and calls that fail.
+
+    ``read`` returns the counters, by what they count and where. A thread samples them every five
+    seconds, so that the last minute is known when somebody looks; ``read`` is called there, too.
+
+    Thread safety: `rows`; `start` and `close` belong to one thread.
+    """
+
+    def __init__(self, read: Callable[[], Counts]) -> None:
+        self._read = read
+        self._lately = Lately()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvkeep losses", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. A second call does nothing."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_PATIENCE_S)
+
+    def rows(self, counts: Counts) -> list[dict[str, Any]]:
+        """Return what ever happened, and how often lately; ``counts`` are those of this moment."""
+        self._lately.note(counts)
+        return [
+            {
+                "kind": _KINDS.get(what, "error"),
+                "what": what,
+                "place": showable(place),
+                "minute": grown.minute,
+                "ten_minutes": grown.ten_minutes,
+                "total": grown.total,
+            }
+            for (what, place), grown in self._lately.growth(counts).items()
+            if grown.total
+        ]
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            if self._lately.due:  # else somebody looks at the dashboard
+                self._lately.note(self._read())
+
+
+def loss_counts(
+    evicted_pages: int, tiers: Iterable[TierStats], requests: Counter | None = None
+) -> Counts:
+    """Return the counters of a pool, of tiers, and of ``requests`` by outcome."""
+    counts: Counts = {("evicted", _POOL): evicted_pages}
+    counts |= {
+        (what, tier.name): int(tier.counters[name])
+        for tier in tiers
+        for what, name in _OF_TIERS.items()
+    }
+    if requests is None:
+        return counts
+    counts |= {(outcome, _REQUESTS): 0 for outcome in _OUTCOMES}
+    for metric in requests.collect():
+        for sample in metric.samples:
+            key = sample.labels.get("outcome", ""), _REQUESTS
+            if key in counts and sample.name.endswith("_total"):
+                counts[key] += int(sample.value)
+    return counts
+
 
 _FRESH_S = 0.5
 MOST_SHOWN = 20
-"""Tenants, and sessions, of an answer."""
+"""Tenants of an answer."""
 
 
 class Live:
@@ -102,13 +189,17 @@ class EngineState:
             "running": engine.running,
             "waiting": engine.waiting,
             "totals": _totals(cache, engine),
-            "reused": source_figures(usage.reuse),
+            "reused": _source_figures(usage.reuse),
             "losses": service.losses.rows(service.loss_counts(cache, tiers)),
-            "pages": _pages(cache),
-            "ttft": {"cold": time_figures(usage.cold), "warm": time_figures(usage.warm)},
+            "pages": {
+                "total": cache.pages_total,
+                **cache.pages_by_state(),
+                "pinned": cache.pinned_pages,
+            },
+            "ttft": {"cold": asdict(usage.cold), "warm": asdict(usage.warm)},
             "history": usage.history,
-            "tiers": [tier_figures(tier, service.costs) for tier in tiers],
-            "loads": load_figures(service.costs),
+            "tiers": [_tier_figures(tier, service.costs) for tier in tiers],
+            "loads": _load_figures(service.costs),
             "what_if": [
                 {
                     "times": point.times,
@@ -119,23 +210,11 @@ class EngineState:
                 for point in cache.what_if
             ]
             or None,
-            "tenants": tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
-            "sessions": [_session(one) for one in usage.sessions],
+            "tenants": _tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
         }
 
 
-def _session(one: SessionUsage) -> dict[str, Any]:
-    return {
-        "session": showable(one.session),
-        "cache_salt": showable(one.tenant),
-        "requests": one.requests,
-        "prompt_tokens": one.prompt_tokens,
-        "reused_tokens": one.reused_tokens,
-        "last_at": one.last_at,
-    }
-
-
-def source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
+def _source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
     """Return where reused tokens came from, and the time that this saved."""
     saved = reuse.saved_seconds_by_tier
     return [
@@ -155,20 +234,7 @@ def _totals(cache: CacheStats, engine: EngineStats) -> dict[str, Any]:
     }
 
 
-def _pages(cache: CacheStats) -> dict[str, Any]:
-    return dict(
-        total=cache.pages_total,
-        **cache.pages_by_state(),
-        pinned=cache.pinned_pages,
-    )
-
-
-def time_figures(times: FirstTokenTimes) -> dict[str, Any]:
-    """Return times to the first token as JSON has them."""
-    return asdict(times)
-
-
-def tenant_figures(
+def _tenant_figures(
     namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
@@ -184,18 +250,17 @@ def tenant_figures(
     ]
 
 
-def load_figures(costs: EngineCosts) -> dict[str, Any]:
-    """Return what was loaded lately, and what computing takes."""
-    recent, seconds = costs.recent, costs.prefill_seconds_per_token
+def _load_figures(costs: EngineCosts) -> dict[str, Any]:
+    """Return what was loaded lately."""
+    recent = costs.recent
     return {
-        "prefill_tokens_per_s": 1 / seconds if seconds else None,
         "loads": recent.loads,
         "loaded_tokens": recent.loaded_tokens,
         "computed_stored_tokens": recent.computed_stored_tokens,
     }
 
 
-def tier_figures(tier: TierStats, costs: EngineCosts) -> dict[str, Any]:
+def _tier_figures(tier: TierStats, costs: EngineCosts) -> dict[str, Any]:
     """Return one tier as JSON has it; names are made showable."""
     counted = {name: int(value) for name, value in tier.counters.items()}
     return {

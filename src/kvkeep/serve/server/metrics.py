@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvkeep.observe.usage import UsageTable
 from kvkeep.observe.usage.history import WARM
 from kvkeep.serve.http import metrics as http_metrics
-from kvkeep.serve.server import cost_families, families, tenant_families
+from kvkeep.serve.server import families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -139,13 +139,13 @@ class ServerMetrics:
             if store is not None:
                 found += families.of_store(engine, store)
             if self.costs is not None:
-                found += cost_families.of_costs(self.costs)
+                found += families.of_costs(self.costs)
             if self.pool_pins is not None:
-                found += tenant_families.of_pool_pins(self.pool_pins)
+                found += families.of_pool_pins(self.pool_pins)
             if self.tier_pins is not None:
-                found += tenant_families.of_tier_pins(self.tier_pins)
+                found += families.of_tier_pins(self.tier_pins)
             if self.tenants is not None:
-                found += tenant_families.of_tenants(self.tenants.series(families.MOST_NAMES))
+                found += families.of_tenants(self.tenants.series(families.MOST_NAMES))
             found += http_metrics.families(self.connections, self.bodies)
             self._state.families = found
             return generate_latest(self._registry)

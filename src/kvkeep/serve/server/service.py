@@ -5,37 +5,170 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvkeep.bench.traces import Seen, Served
 from kvkeep.core.errors import QueueFull
 from kvkeep.core.keys import Namespace
+from kvkeep.core.returns import stop_after
+from kvkeep.observe.explain import Explainer
+from kvkeep.observe.usage import TenantLedger, UsageTable
 from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.errors import ApiError, outcome_of
-from kvkeep.serve.server.live import EngineState, Live
-from kvkeep.serve.server.losses import ServerLosses, loss_counts
+from kvkeep.serve.server.live import EngineState, Live, ServerLosses, loss_counts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.pins import PoolPins, StorePins
-from kvkeep.serve.server.record import JobRecorder
-from kvkeep.serve.server.thread_pools import ThreadPools
-from kvkeep.serve.server.watching import Watching
 from kvkeep.serve.server.worker import EngineStopped, Generation, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Container, Sequence
 
     from kvkeep.bench.traces import Capture
-    from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.explain import Explainer
+    from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.observe.usage import RequestObserver
     from kvkeep.observe.usage.lately import Counts
-    from kvkeep.serve.engine import Delta, Engine, Tokenizer
+    from kvkeep.serve.engine import Completion, Delta, Engine, Tokenizer
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job
     from kvkeep.store.tiers import TierStats
 
-__all__ = ["ServedRequest", "Service"]
+__all__ = ["LARGE", "ServedRequest", "Service", "Watching"]
+
+
+class Watching:
+    """Makes the observers of one server's cache and requests, and ends them.
+
+    ``usage`` and ``tenants`` are always there, with a series in metrics for tenants ``named``;
+    ``explainer`` is None before `start`.
+    """
+
+    def __init__(self, cache: PagedCache, *, named: Collection[str] = ()) -> None:
+        self.usage = UsageTable(cache.num_pages)
+        self.tenants = TenantLedger(named=named)
+        self.explainer: Explainer | None = None
+        self._cache = cache
+        for namespace in cache.namespaces():
+            for run in cache.runs(namespace):
+                self.usage.pages.stored(namespace.tenant, run.pages)
+        self._ends: list[Callable[[], None]] = [cache.subscribe(self.usage.pages.see)]
+
+    def start(self) -> tuple[RequestObserver, ...]:
+        """Start the explainer's thread; return the observers of requests."""
+        cache = self._cache
+        self.explainer = explainer = Explainer(
+            cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
+        )
+        explainer.share(cache.public)
+        self._ends += [cache.subscribe(explainer.see), explainer.close]
+        return self.usage.see, self.tenants.see, explainer.see_request
+
+    def computed_tokens(self) -> dict[str, int]:
+        """Return computed tokens by reason since the start."""
+        return {} if self.explainer is None else self.explainer.computed()
+
+    def close(self) -> None:
+        """End the subscriptions. Past events can still be queried."""
+        for end in self._ends:
+            end()
+        self._ends.clear()
+
+
+class JobRecorder:
+    """Captures each job of a request once: when the job has ended, or when the request is aborted.
+
+    A job that failed was looked up in the cache, too, and may have published part of its prompt;
+    it is captured without an answer. ``named`` are tokens that were added by name.
+    """
+
+    def __init__(self, capture: Capture, kind: str, named: Container[int]) -> None:
+        self._capture = capture
+        self._kind = kind
+        self._named = named
+        self._arrived = 0.0
+        self._jobs: dict[int, Job] = {}
+
+    def begin(self, jobs: Sequence[Job], arrived: float) -> None:
+        """Note jobs that the engine has accepted; ``arrived`` is a time of `time.perf_counter`."""
+        self._jobs = dict(enumerate(jobs))
+        self._arrived = arrived
+
+    def end(self, number: int, done: Completion) -> None:
+        """Capture job ``number``, which is complete."""
+        served = Served(done.cached_tokens, done.loaded_tokens, done.ttft_s, done.seconds)
+        first = done.choices[0]
+        stop: str = first.finish_reason
+        if stop == "stop" and first.tokens:
+            stop = "stop text" if first.stop else stop_after(first.tokens, self._named)
+        self._note(self._jobs.pop(number), first.tokens, served, stop)
+
+    def close(self) -> None:
+        """Capture the jobs that were not completed."""
+        for job in self._jobs.values():
+            self._note(job, (), None)
+        self._jobs.clear()
+
+    def _note(self, job: Job, answer: Sequence[int], served: Served | None, stop: str = "") -> None:
+        self._capture.note(
+            Seen(
+                arrived=self._arrived,
+                prompt=job.prompt,
+                namespace=job.namespace,
+                answer=answer,
+                store=job.store,
+                session=job.session,
+                kind=self._kind,
+                served=served,
+                stop=stop,
+            )
+        )
+
+
+Result = TypeVar("Result")
+
+LARGE = 64 << 10
+"""Characters or bytes. A tokenizer takes about a tenth of a second for so many."""
+# Two, so that one long prompt does not delay all others.
+_TOKENIZER_THREADS = 2
+
+
+class ThreadPools:
+    """Threads for work that would block the event loop: to generate, to inspect, and large work.
+
+    Work larger than `LARGE` runs in a thread of its own, so that it never delays small work. Work
+    whose request ends before its turn is dropped.
+
+    Thread safety: for the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZER_THREADS, "kvkeep tokenizer")
+        self._inspecting = ThreadPoolExecutor(1, "kvkeep counter")
+        self._large = ThreadPoolExecutor(1, "kvkeep large texts")
+
+    async def for_generation(self, function: Callable[[], Result], size: int) -> Result:
+        """Run ``function``, which tokenizes ``size`` characters of a generation request."""
+        return await _run(self._large if size > LARGE else self._tokenizing, function)
+
+    async def for_inspection(self, function: Callable[[], Result], size: int = 0) -> Result:
+        """Run ``function``, which tokenizes ``size`` characters of another request, or queries."""
+        return await _run(self._large if size > LARGE else self._inspecting, function)
+
+    async def for_parsing(self, function: Callable[[], Result], size: int) -> Result:
+        """Run ``function``, which parses ``size`` bytes: in a thread only if they are many."""
+        return await _run(self._large, function) if size > LARGE else function()
+
+    def close(self) -> None:
+        """Wait for running work and drop the rest."""
+        for pool in (self._tokenizing, self._inspecting, self._large):
+            pool.shutdown(cancel_futures=True)
+
+
+async def _run(pool: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
+
 
 _LONGEST_WAIT_S = 60
 

@@ -1,37 +1,167 @@
-"""Builds the responses of chat and plain completions from the engine's deltas."""
+"""Builds the responses of chat and plain completions from the engine's deltas.
+
+Also the two forms of server-sent events, OpenAI's and Anthropic's, and of log probabilities.
+"""
 
 from __future__ import annotations
 
+import codecs
+import json
 import secrets
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from kvkeep.serve.server.framing import OPENAI
+from kvkeep.serve.messages import error_event
 from kvkeep.serve.server.schemas.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatLogprobs,
     ChatResponse,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
     ExtraUsage,
     MessageDelta,
     PromptDetails,
+    ScoredToken,
+    TokenScore,
     Usage,
 )
-from kvkeep.serve.server.scores import Offsets, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvkeep.serve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob
-    from kvkeep.serve.server.framing import Frames
+    from kvkeep.serve.server.errors import ApiError
     from kvkeep.serve.server.pins import Keep
-    from kvkeep.serve.server.schemas.responses import ChatLogprobs, CompletionLogprobs
+    from kvkeep.serve.server.schemas.base import ResponseModel
 
-__all__ = ["ChatWriter", "CompletionWriter", "retained", "usage_of"]
+__all__ = ["MESSAGES", "ChatWriter", "CompletionWriter", "Frames", "retained", "usage_of"]
+
+
+class Frames(Protocol):
+    """The form of a stream's events."""
+
+    @property
+    def last(self) -> bytes:
+        """What ends a complete stream."""
+
+    @property
+    def ping(self) -> bytes:
+        """An event without meaning, for streams that are silent; empty if the API has none."""
+
+    def event(self, event: ResponseModel) -> bytes:
+        """Return one event."""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the event of an error, the last one of its stream."""
+
+
+class _OpenAI:
+    """Data only; ``[DONE]`` at the end."""
+
+    last = b"data: [DONE]\n\n"
+    ping = b""
+
+    def event(self, event: ResponseModel) -> bytes:
+        return b"data: %s\n\n" % event.model_dump_json().encode()
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: %s\n\n" % json.dumps(error.body()).encode()
+
+
+class _Messages:
+    """Each event has its type as its name; message_stop is the last."""
+
+    last = b""
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def event(self, event: ResponseModel) -> bytes:
+        fields: dict[str, Any] = event.model_dump()
+        return self._named(fields)
+
+    def error(self, error: ApiError) -> bytes:
+        return self._named(error_event(error.status_code, str(error.detail)))
+
+    def _named(self, event: dict[str, Any]) -> bytes:
+        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), data.encode())
+
+
+OPENAI: Frames = _OpenAI()
+MESSAGES: Frames = _Messages()
+
+
+_IMPOSSIBLE = -9999.0
+
+
+def chat_logprobs(tokenizer: Tokenizer, scores: Iterable[TokenLogprob]) -> ChatLogprobs:
+    """Return tokens with their bytes, since a token may be a part of a character."""
+    return ChatLogprobs(
+        content=[
+            ScoredToken(
+                **_score(tokenizer, score.token, score.logprob).model_dump(),
+                top_logprobs=[_score(tokenizer, token, logprob) for token, logprob in score.top],
+            )
+            for score in scores
+        ]
+    )
+
+
+def _score(tokenizer: Tokenizer, token: int, logprob: float) -> TokenScore:
+    data = tokenizer.token_bytes(token)
+    return TokenScore(
+        token=data.decode(errors="replace"), logprob=_finite(logprob), bytes=list(data)
+    )
+
+
+def _finite(logprob: float) -> float:
+    """Replace minus infinity, which JSON lacks, by OpenAI's -9999."""
+    return max(logprob, _IMPOSSIBLE)
+
+
+class Offsets:
+    """Computes where each token of one answer begins in its text, in characters.
+
+    A token that begins inside a character has the offset of that character.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def take(self, token: bytes) -> int:
+        """Return the offset of the next token."""
+        begins = self._characters
+        self._characters += len(self._decoder.decode(token))
+        return begins
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, scores: Iterable[TokenLogprob], offsets: Offsets
+) -> CompletionLogprobs:
+    """Return lists with one entry per token; ``offsets`` belongs to the same answer."""
+    words = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for score in scores:
+        words.tokens.append(_name(tokenizer, score.token))
+        words.token_logprobs.append(_finite(score.logprob))
+        words.top_logprobs.append(
+            {_name(tokenizer, token): _finite(logprob) for token, logprob in score.top}
+        )
+        words.text_offset.append(offsets.take(tokenizer.token_bytes(score.token)))
+    return words
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    r"""Return a token's text, or ``bytes:\xe2`` if it is not whole characters."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class _Writer:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvkeep.core.errors import UnsupportedModel, require
-from kvkeep.serve.engine.attention.hook import switch_attention
+from kvkeep.serve.engine.attention.batch import switch_attention
 from kvkeep.serve.engine.attention.memory import LatentMaps, reaches
 
 if TYPE_CHECKING:

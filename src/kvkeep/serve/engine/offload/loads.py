@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.errors import IllegalStep
 from kvkeep.serve.engine.offload.forms import Buffers
 from kvkeep.serve.engine.offload.load import Load, LoadChunk
-from kvkeep.serve.engine.offload.threads import DaemonThreads
-from kvkeep.serve.engine.offload.writes import block_keys
+from kvkeep.serve.engine.offload.writes import DaemonThreads, block_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,6 @@ from kvkeep.serve.server.routes import (
     openai,
     operations,
     see,
-    tokens,
     ui,
 )
 
@@ -19,10 +18,9 @@ __all__ = ["ROUTERS"]
 ROUTERS = (
     openai.router,
     messages.router,
-    tokens.router,
+    openai.tokenizing,
     kv.router,
     see.router,
-    see.prompts,
     map.router,
     operations.router,
     ui.router,

@@ -1,21 +1,24 @@
 """Shared by all endpoints: reading bodies, error responses, the service."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from email.message import Message
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from fastapi import Depends, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvkeep.serve.http import body_of
+from kvkeep.core.errors import did_you_mean
+from kvkeep.serve.http import RequestBody, body_of, check_values
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.jobs import request_tokens
-from kvkeep.serve.server.parsing import parse_body
 from kvkeep.serve.server.schemas.base import RequestModel
-from kvkeep.serve.server.schemas.prompt import PromptRequest
+from kvkeep.serve.server.schemas.kv import PromptRequest
 from kvkeep.serve.server.schemas.responses import ErrorResponse
 from kvkeep.serve.server.service import Service
 
@@ -26,6 +29,56 @@ __all__ = [
     "ERRORS", "EVENTS", "READ_ERRORS", "TEXT_ERRORS", "Errors", "JSONRoute", "SaltQuery",
     "ServiceOf", "check_model", "errors", "read_prompt", "require_key",
 ]  # fmt: skip
+
+_MOST_NEAR = 8  # unknown fields of a request for which a near name is sought
+
+
+def parse_body(body: RequestBody, model: type[RequestModel]) -> RequestModel:
+    """Return the JSON in ``body`` as a ``model``, with the number of its `characters`.
+
+    Raises `ApiError` 400 for invalid JSON, `InvalidValue` for too many values, and
+    `RequestValidationError` for wrong fields. Thread safety: safe once ``body`` was read. Cost:
+    about 0.2 s for the worst 8 MiB.
+    """
+    data = body.take()
+    check_values(data)
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    try:
+        return model.read(value)
+    except ValidationError as error:
+        raise RequestValidationError(_errors(error, model)) from error
+
+
+def _errors(error: ValidationError, model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Return pydantic's errors; those of unknown fields have the ``near`` name of a known one."""
+    found: list[dict[str, Any]] = []
+    for one in error.errors(include_url=False):
+        near = ""
+        if one["type"] == "extra_forbidden" and len(found) < _MOST_NEAR:
+            near = did_you_mean(str(one["loc"][-1]), _fields_at(model, one["loc"][:-1]))
+        found.append({**one, "loc": ("body", *one["loc"]), "near": near})
+    return found
+
+
+def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> set[str]:
+    """Return the names of fields that an object at ``place`` can have."""
+    models = {model}
+    for part in place:
+        annotations = [one.model_fields[part].annotation for one in models
+                       if isinstance(part, str) and part in one.model_fields]  # fmt: skip
+        if annotations:
+            models = set().union(*map(_models_in, annotations))
+    return {name for one in models for name in one.model_fields}
+
+
+def _models_in(annotation: object) -> set[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return set().union(*map(_models_in, get_args(annotation)))
+
 
 Errors = dict[int | str, dict[str, Any]]
 

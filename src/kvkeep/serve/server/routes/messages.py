@@ -7,8 +7,7 @@ from starlette.responses import Response
 
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.exchange import respond
-from kvkeep.serve.server.message_jobs import call_of, message_jobs, message_prompt
-from kvkeep.serve.server.message_writer import MessageWriter
+from kvkeep.serve.server.message_jobs import MessageWriter, call_of, message_jobs, message_prompt
 from kvkeep.serve.server.routes.base import Errors, JSONRoute, ServiceOf
 from kvkeep.serve.server.schemas.messages import (
     CountTokensRequest,

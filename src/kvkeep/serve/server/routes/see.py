@@ -1,14 +1,28 @@
 """``/kv``: why prompts missed, the server's state, what tenants used, and what loading takes."""
 
 import asyncio
-from typing import Annotated, Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from kvkeep.observe.explain import Explainer
-from kvkeep.serve.server import explaining
+from kvkeep.core.keys import Namespace
+from kvkeep.observe.explain import (
+    Cause,
+    Explainer,
+    ExplainSummary,
+    Explanation,
+    Missing,
+    Span,
+    around,
+    missing,
+    why_of,
+)
+from kvkeep.serve.engine import Engine
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.routes.base import (
     ERRORS,
@@ -20,13 +34,166 @@ from kvkeep.serve.server.routes.base import (
 )
 from kvkeep.serve.server.schemas.kv import ExplainRequest
 from kvkeep.serve.server.service import Service
-from kvkeep.serve.server.stored import stored
+from kvkeep.serve.server.text import showable, showable_at
+from kvkeep.store import KVStore
 
-__all__ = ["prompts", "router"]
+if TYPE_CHECKING:
+    from kvkeep.core.tokens import TokenArray
+
+__all__ = ["router"]
+
+Decode = Callable[[Sequence[int]], str]
+
+# Fields of evidence that have tokens of prompts.
+_TOKENS = ("given", "cached")
+
+
+def as_line(explained: Explanation, *, id: str | None) -> dict[str, Any]:
+    """Return the entry of a list of requests."""
+    session = explained.session
+    return {
+        "id": id,
+        "at": explained.at,
+        "endpoint": explained.kind,
+        "cache_salt": showable(explained.namespace.tenant),
+        "session": None if session is None else showable(session),
+        "prompt_tokens": explained.prompt_tokens,
+        "generated_tokens": explained.generated_tokens,
+        "ttft_s": explained.ttft_s,
+        "seconds": explained.seconds,
+        "outcome": explained.outcome,
+        "reused": {showable(source): tokens for source, tokens in explained.reused.items()},
+        "computed": dict(explained.computed),
+        "sentence": showable(explained.sentence),
+    }
+
+
+def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> dict[str, Any]:
+    """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
+    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
+    return {
+        **as_line(explained, id=id),
+        "spans": [_span(span, text=decode is not None) for span in explained.spans],
+        "text": None if decode is None or diverged is None else _text(diverged, decode),
+    }
+
+
+def as_summary(summary: ExplainSummary) -> dict[str, Any]:
+    """Return the summary as JSON has it; the order of the causes is kept."""
+    return {
+        "requests": summary.requests,
+        "prompt_tokens": summary.prompt_tokens,
+        "reused": {showable(source): tokens for source, tokens in summary.reused.items()},
+        "computed": dict(summary.computed),
+        "causes": [_cause(cause) for cause in summary.causes],
+    }
+
+
+def _span(span: Span, *, text: bool) -> dict[str, Any]:
+    evidence = {
+        name: _shown(value) for name, value in span.evidence.items() if text or name not in _TOKENS
+    }
+    why = why_of(span)
+    return {
+        "start": span.start,
+        "stop": span.stop,
+        "source": None if span.source is None else showable(span.source),
+        "reason": span.reason,
+        "why": None if why is None else showable(why),
+        "evidence": evidence,
+    }
+
+
+def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
+    words = around(diverged.evidence, decode)
+    if not words:
+        return None
+    given, at_given = showable_at(words["given_text"], words["at_given"])
+    cached, at_cached = showable_at(words["cached_text"], words["at_cached"])
+    return {
+        "given_text": given,
+        "cached_text": cached,
+        "at_given": at_given,
+        "at_cached": at_cached,
+    }
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "reason": cause.reason,
+        "tokens": cause.tokens,
+        "share": cause.share,
+        "requests": cause.requests,
+        "cache_salt": None if cause.tenant is None else showable(cause.tenant),
+        "position": cause.position,
+        "example": cause.example,
+        "sentence": showable(cause.sentence),
+        "tenants": cause.tenants,
+        "advice": cause.advice,
+    }
+
+
+def _shown(value: Any) -> Any:
+    """Return a piece of evidence with all texts made safe to display (see `showable`)."""
+    if isinstance(value, str):
+        return showable(value)
+    if isinstance(value, dict):
+        return {showable(str(name)): _shown(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return value
+
+
+Source = tuple[int, int, str]
+
+_PATIENCE_S = 2.0
+
+
+async def stored(
+    engine: Engine, tokens: "TokenArray", namespace: Namespace, cached: int
+) -> tuple[list[Source], list[Missing]]:
+    """Return ``(start, stop, tier)`` of tokens that would be loaded, and why the others would not.
+
+    What the engine has learned of its costs decides what would be loaded, as if it did nothing
+    else. Only tokens behind the ``cached`` ones are considered. No block is read; tiers shared with
+    other processes are queried, for two seconds at most. Both lists are empty without a store, and
+    if less than a page could be loaded.
+    """
+    tenant = engine.store_tenant(namespace)
+    last = len(tokens) - 1
+    if engine.store is None or tenant is None or last - cached < engine.cache.page_size:
+        return [], []
+    began = time.monotonic()
+    lookup = asyncio.to_thread(_lookup, engine, engine.store, tokens, tenant, cached)
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await lookup
+    except TimeoutError:  # the thread ends by itself when the tier answers
+        waited = {"tier": None, "why": "late", "waited_s": time.monotonic() - began}
+        return [], [Missing(cached, last, "tier_unavailable", waited)]
+
+
+def _lookup(
+    engine: Engine, store: KVStore, tokens: "TokenArray", tenant: str, cached: int
+) -> tuple[list[Source], list[Missing]]:
+    found = store.lookup(tokens, tenant=tenant)
+    last = len(tokens) - 1
+    sources: list[Source] = []
+    slower: list[Missing] = []
+    if found.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
+        choice = store.worth_loading(tokens, cached, tenant=tenant)
+        slower = missing([replace(one, stop=min(one.stop, last)) for one in choice.misses])
+        start = 0
+        for tier, count in found.tiers:
+            begin, stop = max(start, cached), min(start + count, last, choice.tokens)
+            if begin < stop:
+                sources.append((begin, stop, tier))
+            start += count
+    fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
+    return sources, [*slower, *missing(fates)]
+
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
-# What needs a tokenizer and the cache itself.
-prompts = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
 
 _NOT_HERE = errors(404)
 _MOST = 1000
@@ -44,7 +211,7 @@ async def explain(
         explained = explainer.explain(id)
         if explained is None:
             return None
-        return explaining.as_answer(explained, id=id, decode=service.decode)
+        return as_answer(explained, id=id, decode=service.decode)
 
     answer = await service.threads.for_inspection(look)
     if answer is None:
@@ -53,7 +220,7 @@ async def explain(
     return answer
 
 
-@prompts.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
+@router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
 async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, Any]:
     """The same for a prompt, as if it were sent now. Changes nothing."""
     explainer = _explainer(service)
@@ -71,7 +238,7 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, 
             missing=missing,
             stored=cached.stored_tokens,
         )
-        return explaining.as_answer(explained, id=None, decode=service.decode)
+        return as_answer(explained, id=None, decode=service.decode)
 
     return await service.threads.for_inspection(look)
 
@@ -85,7 +252,7 @@ async def requests(
 
     def look() -> dict[str, Any]:
         found = explainer.recent(last)
-        return {"requests": [explaining.as_line(one, id=one.id) for one in found]}
+        return {"requests": [as_line(one, id=one.id) for one in found]}
 
     return await service.threads.for_inspection(look)
 
@@ -96,9 +263,7 @@ async def summary(
 ) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
     explainer = _explainer(service)
-    return await service.threads.for_inspection(
-        lambda: explaining.as_summary(explainer.summary(last))
-    )
+    return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last)))
 
 
 @router.get("/live", responses=READ_ERRORS, operation_id="kv_live")

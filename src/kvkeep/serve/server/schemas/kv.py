@@ -5,12 +5,34 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from kvkeep.serve.server.schemas.base import CacheSalt, RequestModel, ResponseModel, field_error
-from kvkeep.serve.server.schemas.prompt import PromptRequest
+from kvkeep.serve.server.schemas.chat import Messages
+from kvkeep.serve.server.schemas.completions import Token
 
 __all__ = [
-    "ClearRequest", "ClearResponse", "ExplainRequest", "HealthResponse", "KVStats", "MemoryPoint",
-    "RemoveRequest", "RemoveResponse", "SessionRequest", "SessionResponse", "TierFreed",
+    "ClearRequest", "ClearResponse", "ExplainRequest", "HealthResponse", "KVStats", "MapResponse",
+    "MemoryPoint", "NodeResponse", "NodeSummary", "PromptRequest", "RemoveRequest",
+    "RemoveResponse", "SessionRequest", "SessionResponse", "TierFreed",
 ]  # fmt: skip
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class PromptRequest(RequestModel):
+    """A prompt as text, token ids or a conversation, and its cache_salt."""
+
+    prompt: _Text | Annotated[list[Token], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="Text or token ids, as /v1/completions takes it."
+    )
+    messages: Messages | None = Field(
+        default=None, description="A conversation, as /v1/chat/completions takes it."
+    )
+    cache_salt: CacheSalt | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "PromptRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "or messages is needed, but not both")
+        return self
 
 
 class MemoryPoint(ResponseModel):
@@ -139,3 +161,52 @@ class HealthResponse(ResponseModel):
     """The answer to a health check is yes."""
 
     status: str
+
+
+class NodeSummary(ResponseModel):
+    """A run of the prefix tree, a namespace, or several small siblings as one hidden node."""
+
+    id: int = Field(
+        description="Belongs to the end of a run as long as it is cached, and is never reused. "
+        "Namespaces have negative ids."
+    )
+    parent: int | None = Field(description="Null for a namespace.")
+    tokens: int = Field(description="Its own; those of all siblings, if hidden.")
+    pages: int = Field(description="Its own, those of rows and states included.")
+    group_pages: int = Field(
+        description="Of these, pages of rows and states; 0 if all layers keep every token."
+    )
+    checkpoints: list[int] = Field(
+        description="Where in it requests can resume, in tokens from the prompt's start: the last "
+        "100. Empty if all layers keep every token: then anywhere."
+    )
+    subtree_tokens: int = Field(description="Its own and all behind it.")
+    subtree_nodes: int = Field(description="Runs, including itself.")
+    references: int = Field(description="Requests and hard pins on it, and held runs behind it.")
+    pins: int = Field(description="Soft pins that end here.")
+    hits: int = Field(description="Requests that reused it.")
+    text: str | None = Field(
+        description="Its beginning; for a namespace, the cache_salt. Null with --no-text."
+    )
+    hidden: bool = Field(description="Whether it stands for several small siblings.")
+    count: int = Field(description="How many siblings it stands for; 0 if not hidden.")
+
+
+class MapResponse(ResponseModel):
+    """The largest subtrees node by node, all others summed up in hidden nodes."""
+
+    page_size: int = Field(description="Tokens per page.")
+    at: float = Field(description="When the map was made, in seconds since 1970.")
+    total_nodes: int = Field(description="Runs, including those behind hidden nodes.")
+    total_pages: int = Field(description="The sum of all nodes' pages.")
+    nodes: list[NodeSummary]
+
+
+class NodeResponse(NodeSummary):
+    """One node in detail."""
+
+    namespace: str = Field(description="Its cache_salt.")
+    path_tokens: int = Field(description="Tokens before it.")
+    page_ids: list[int] = Field(description="The first 100.")
+    policy: str = Field(description="The eviction policy's state of it.")
+    children: int
