@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.core.tokens import common_length
-from kvkeep.observe.explain.alike import GRAM, Anchors, Stretch, alike
+from kvkeep.observe.explain.nearest import GRAM, Anchors, Stretch, alike
 
 ROWS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -13,8 +13,8 @@ from served import SIZE, Served, check, evidence, tokens, told
 from kvkeep import InvalidValue, Namespace, PagedCache
 from kvkeep.core.events import Evicted, Stored
 from kvkeep.observe.explain import Explainer, Missing, around
-from kvkeep.observe.explain import inbox as inbox_module
-from kvkeep.observe.explain.inbox import Inbox
+from kvkeep.observe.explain import explainer as inbox_module
+from kvkeep.observe.explain.explainer import Inbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

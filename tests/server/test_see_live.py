@@ -133,7 +133,7 @@ def test_requests_that_are_refused_are_counted_apart(start_server):
 def test_the_last_minute_is_known_though_nobody_looked(start_server, monkeypatch):
     """Counters are sampled also while no client polls, and the thread ends with the server."""
     monkeypatch.setattr("kvkeep.serve.server.losses.EVERY_S", 0.05)
-    monkeypatch.setattr("kvkeep.observe.usage.lately.EVERY_S", 0.05)
+    monkeypatch.setattr("kvkeep.observe.usage.history.EVERY_S", 0.05)
     with start_server() as server:
         lately = server.service.losses._lately
         eventually(lambda: len(lately._samples) >= 5)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.observe.telemetry import label
-from kvkeep.observe.telemetry.visible import visible
+from kvkeep.observe.telemetry.labels import visible
 
 HOSTILE = [
     "a\nb", "a\x1b[31mred", "\x00", "\u202egnp.exe", "a\u2028b", "\ud800", "\u200b", "x" * 500,

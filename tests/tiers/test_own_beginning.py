@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
 
-from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.bench.replay.tiered import Level, TierSimulator
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 
 if TYPE_CHECKING:

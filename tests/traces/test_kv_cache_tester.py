@@ -17,14 +17,12 @@ from writing import write
 from kvkeep.bench.replay import Workload, summarise
 from kvkeep.bench.traces import (
     TraceRequest,
-    documents,
-    files,
+    fields,
     open_trace,
-    recorded,
     sessions,
 )
-from kvkeep.bench.traces.documents import Documents
-from kvkeep.bench.traces.files import BadLine
+from kvkeep.bench.traces.fields import BadLine
+from kvkeep.bench.traces.sessions import Documents
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -298,8 +296,8 @@ def test_damaged_files_are_read_as_far_as_they_go(cut: Any, reason: str, tmp_pat
 
 
 def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(files, "_BUFFER_BYTES", 16 << 10)
+    monkeypatch.setattr(sessions, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(fields, "_BUFFER_BYTES", 16 << 10)
     long = session("s", asked(0, [1]), {**asked(1, [2]), "model": "x" * (2 << 20)}, asked(2, [1]))
     path = write(tmp_path / "a.json", long)
     trace = open_trace(path)
@@ -322,13 +320,13 @@ def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 2)
     many_requests = session("s", *(asked(t, [1]) for t in range(5)))
     trace = open_trace(write(tmp_path / "c.jsonl", many_requests, many_requests))
     assert len(list(trace)) == 4  # two of each session
     assert "at most 2 requests" in trace.reasons[0]
-    monkeypatch.setattr(recorded, "_MOST_REQUESTS", 9)
-    monkeypatch.setattr(recorded, "_MOST_IDS", 5)
+    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 9)
+    monkeypatch.setattr(sessions, "_MOST_IDS", 5)
     ids = [1, 2, 3]
     growing = session("s", asked(0, ids), asked(1, [*ids, 4]), asked(2, ids), asked(3, [7, 8]))
     trace = open_trace(write(tmp_path / "d.json", growing))

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvkeep.observe.usage.lately import EVERY_S, Growth, Lately
+from kvkeep.observe.usage.history import EVERY_S, Growth, Lately
 
 NAMES = [("evicted", "pool"), ("errors", "file"), ("errors", "valkey")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun
-from kvkeep.bench.replay.doubts import gaps
+from kvkeep.bench.replay.summary import gaps
 from kvkeep.bench.replay.words import amount
 from kvkeep.cli import replaying
 from kvkeep.cli.arguments import add_json, add_option, add_path, count

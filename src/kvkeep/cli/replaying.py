@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.bench.replay import Workload, replay
-from kvkeep.bench.replay.doubts import gaps
 from kvkeep.bench.replay.runs import increments
+from kvkeep.bench.replay.summary import gaps
 from kvkeep.cli.arguments import add_option, add_path, count, model_geometry
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.progress import progress

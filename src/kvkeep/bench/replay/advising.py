@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from kvkeep.bench.replay.bounds import BELADY, INFINITE
-from kvkeep.bench.replay.doubts import doubts, gaps
 from kvkeep.bench.replay.outcome import (
     EVICTED,
     NEVER,
@@ -17,6 +16,7 @@ from kvkeep.bench.replay.outcome import (
 )  # fmt: skip
 from kvkeep.bench.replay.planning import FLEXIBLE, USUAL, Advice, PlanCandidate
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun
+from kvkeep.bench.replay.summary import doubts, gaps
 from kvkeep.bench.replay.words import money
 
 if TYPE_CHECKING:

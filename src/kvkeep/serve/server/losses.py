@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.observe.usage.lately import EVERY_S, Lately
+from kvkeep.observe.usage.history import EVERY_S, Lately
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Counter
 
-    from kvkeep.observe.usage.lately import Counts
+    from kvkeep.observe.usage.history import Counts
     from kvkeep.store.tiers import TierStats
 
 __all__ = ["ServerLosses", "loss_counts"]
