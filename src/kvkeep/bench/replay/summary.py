@@ -1,4 +1,4 @@
-"""`summarise`: figures of a trace, and the reuse that an unlimited cache would reach."""
+"""`summarise`: figures of a trace, the reuse that an unlimited cache would reach, and doubts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values from lines of a trace file; a wrong value raises `BadLine`."""
+"""Lines of a trace file, bounded in size, and their values; a wrong value raises `BadLine`."""
 
 from __future__ import annotations
 

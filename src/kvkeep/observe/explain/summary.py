@@ -1,4 +1,4 @@
-"""Causes shared by the last requests, in the order in which an operator looks at them."""
+"""`ExplainedRequest`, and causes shared by the last requests, in the order to look at them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that clients chose, as labels and log fields: short, one line, and distinct."""
+"""Texts of clients made safe to show, and their names as labels: short, one line, distinct."""
 
 from __future__ import annotations
 

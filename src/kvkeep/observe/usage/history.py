@@ -1,4 +1,4 @@
-"""`ReuseHistory`: reuse in steps of five seconds, and recent times to the first token."""
+"""Reuse in steps of five seconds, times to the first token, and growth of counters lately."""
 
 from __future__ import annotations
 
