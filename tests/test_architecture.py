@@ -155,7 +155,7 @@ EXTERNAL: dict[str, set[str]] = {
     "numcodecs": {"store.codecs"},
     "cryptography": {"store.codecs"},
     "obstore": {"store.backends.objects"},
-    "zstandard": {"bench.traces.files"},
+    "zstandard": {"bench.traces.fields"},
     "jinja2": {"serve.engine", "integrations.vllm.public"},
     "opentelemetry": {"observe.telemetry"},
     "fastapi": {"serve.server"},

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvkeep.cli.completions import ask
+from kvkeep.cli.demo import ask
 from kvkeep.core.errors import InvalidValue
 
 STREAM = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"

@@ -18,7 +18,7 @@ import pytest
 
 import warm
 from kvkeep.cli import demo, main
-from kvkeep.cli.demo_view import print_rows
+from kvkeep.cli.demo import print_rows
 from warm import KVKEEP
 
 pytestmark = pytest.mark.model

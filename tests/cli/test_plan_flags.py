@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvkeep.bench.replay import PlanCandidate
 from kvkeep.cli import _parser
-from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
+from kvkeep.cli.plan import moves_between_tiers, serve_command, vllm_option
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.geometry import parse_bytes
 from kvkeep.integrations.options import EngineOptions

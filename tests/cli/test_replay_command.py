@@ -13,7 +13,7 @@ import pytest
 from kvkeep.bench.replay import PrefillCost
 from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
-from kvkeep.cli.replaying import ModelSizes
+from kvkeep.cli.replay import ModelSizes
 from kvkeep.core.errors import InvalidValue
 
 

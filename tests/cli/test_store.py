@@ -15,7 +15,7 @@ import pytest
 
 import warm
 from kvkeep.cli import main
-from kvkeep.cli.store_place import age
+from kvkeep.cli.store_actions import age
 from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.cli.tenants import add_tenant_options, eviction_of
+from kvkeep.cli.serve_options import add_tenant_options, eviction_of
 from kvkeep.core.eviction.shares import Shares
 
 

@@ -20,9 +20,9 @@ from told_server import failure, told
 
 import warm
 from kvkeep.cli import main
-from kvkeep.cli.replies import entries
+from kvkeep.cli.client import entries
+from kvkeep.cli.top import Picture
 from kvkeep.cli.top_view import draw
-from kvkeep.cli.watch import Picture
 from warm import KVKEEP
 
 AT = 1_790_000_000.0

@@ -16,9 +16,18 @@ from told_server import failure, told
 
 import warm
 from kvkeep.cli import main
-from kvkeep.cli.client import Address, Client, Gone, ServerRefusal
-from kvkeep.cli.replies import entries, number, text, tokens_by, whole
-from kvkeep.cli.watch import Watcher
+from kvkeep.cli.client import (
+    Address,
+    Client,
+    Gone,
+    ServerRefusal,
+    entries,
+    number,
+    text,
+    tokens_by,
+    whole,
+)
+from kvkeep.cli.top import Watcher
 from kvkeep.core.errors import InvalidValue
 from warm import KVKEEP
 

@@ -72,7 +72,7 @@ PARTS: dict[str, tuple[str, str]] = {
         "otel",
     ),
     "a trace in zstd": (
-        f"import pathlib, tempfile\nfrom kvkeep.bench.traces.files import opened\n"
+        f"import pathlib, tempfile\nfrom kvkeep.bench.traces.fields import opened\n"
         "with tempfile.NamedTemporaryFile() as file:\n"
         f"    file.write({ZSTD!r}); file.flush()\n"
         "    with opened(pathlib.Path(file.name)): pass",

@@ -10,8 +10,7 @@ import pytest
 from served import Served, tokens
 
 from kvkeep.observe.explain import REASONS, Cause
-from kvkeep.observe.explain.advice import advice
-from kvkeep.observe.explain.summary import _in_order
+from kvkeep.observe.explain.summary import _in_order, advice
 
 ROOT = Path(__file__).parents[2]
 NOTHING = {"new", "last_token", "page_remainder", "computing", "not_loaded"}
@@ -49,7 +48,7 @@ def test_what_was_left_out_on_purpose_needs_nothing(evidence):
 
 
 def test_options_that_are_named_exist():
-    text = (ROOT / "src/kvkeep/observe/explain/advice.py").read_text("utf-8")
+    text = (ROOT / "src/kvkeep/observe/explain/summary.py").read_text("utf-8")
     known = "".join(
         (ROOT / page).read_text("utf-8") for page in ("docs/serving.md", "docs/store.md")
     )

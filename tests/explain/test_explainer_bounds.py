@@ -11,7 +11,7 @@ from served import SIZE, Served, check, evidence, tokens, told
 
 from kvkeep import InvalidValue, Namespace, PagedCache
 from kvkeep.observe.explain import Explainer, Missing, around
-from kvkeep.observe.explain import inbox as inbox_module
+from kvkeep.observe.explain import explainer as inbox_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

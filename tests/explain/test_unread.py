@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from kvkeep.observe.explain.answer import Span
+from kvkeep.observe.explain.explainer import missing
 from kvkeep.observe.explain.sentences import sentence_of
-from kvkeep.observe.explain.store_reasons import missing
 from kvkeep.store.tiers import Miss
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from kvkeep.bench.replay import Workload
 from kvkeep.bench.traces import GeneratedTrace, TraceRequest
-from kvkeep.bench.traces.generators import Chance, Chat, CodingAgents, SessionScript
-from kvkeep.bench.traces.generators.chance import zipf
+from kvkeep.bench.traces.generators import Chance, Chat, CodingAgents, SessionScript, zipf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

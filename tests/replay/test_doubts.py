@@ -5,7 +5,7 @@ from __future__ import annotations
 from replaying import workload
 
 from kvkeep.bench.replay import infinite, simulate
-from kvkeep.bench.replay.doubts import FEW_REQUESTS, doubts
+from kvkeep.bench.replay.summary import FEW_REQUESTS, doubts
 
 
 def said(paths, memory=120):

@@ -14,8 +14,7 @@ from replaying import Listed
 from kvkeep.bench.replay import ReplayRun, Workload
 from kvkeep.bench.replay.jobs import calls_of
 from kvkeep.bench.replay.outcome import Outcome
-from kvkeep.bench.replay.pace import Pace
-from kvkeep.bench.replay.tiered import simulate_tiers
+from kvkeep.bench.replay.tiered import Pace, simulate_tiers
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.cli import main
 from kvkeep.core.cost import CostModel, PrefillCost, TransferCost

@@ -17,7 +17,7 @@ from kvkeep.bench.replay import (
     advise,
     replay,
 )
-from kvkeep.bench.replay.doubts import FEW_REQUESTS
+from kvkeep.bench.replay.summary import FEW_REQUESTS
 from kvkeep.bench.traces import TraceRequest
 from kvkeep.core.cost import PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue

@@ -8,7 +8,7 @@ import pytest
 from replaying import workload
 
 from kvkeep import InvalidValue, PagedCache
-from kvkeep.bench.replay.planning import PlannedMemory
+from kvkeep.bench.replay.advising import PlannedMemory
 from kvkeep.bench.replay.simulate import Stage
 from kvkeep.core.eviction import LRU, POLICIES
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.bench.replay import Workload, simulate_tiers
-from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.bench.replay.tiered import Level, TierSimulator
 from kvkeep.bench.traces import generate
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import chain_keys

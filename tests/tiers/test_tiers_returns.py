@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.bench.replay.tiers import Level, TierSimulator
+from kvkeep.bench.replay.tiered import Level, TierSimulator
 from kvkeep.core.eviction import POLICIES
 from kvkeep.core.keys import chain_keys
 from kvkeep.core.returns import Ended

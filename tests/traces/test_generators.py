@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 
 from kvkeep.bench.traces import KINDS, GeneratedTrace, Trace, generate
-from kvkeep.bench.traces.generators import Chat
-from kvkeep.bench.traces.generators.base import FIRST_TOKEN_S, TOKEN_S
-from kvkeep.bench.traces.generators.chance import WAITS, Chance, mean_of, value_at
+from kvkeep.bench.traces.generators import (
+    FIRST_TOKEN_S,
+    TOKEN_S,
+    WAITS,
+    Chance,
+    Chat,
+    mean_of,
+    value_at,
+)
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:

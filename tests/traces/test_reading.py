@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from writing import mooncake, write
 
-from kvkeep.bench.traces import FORMATS, files, open_trace, reading
+from kvkeep.bench.traces import FORMATS, fields, open_trace, reading
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_a_file_that_breaks_off_is_read_as_far_as_it_goes(
 def test_a_bomb_is_refused(
     pack: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_ANYWAY_BYTES", 1 << 20)
+    monkeypatch.setattr(fields, "_ANYWAY_BYTES", 1 << 20)
     path = tmp_path / "bomb"
     path.write_bytes(pack(json.dumps(mooncake()).encode() + b"\n" + (b" " * 65_535 + b"\n") * 1024))
     with pytest.raises(InvalidValue, match="more than 400 times its size"):
@@ -84,7 +84,7 @@ def test_a_bomb_is_refused(
 def test_a_long_line_is_left_out_without_being_held(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(fields, "LINE_BYTES", 1 << 20)
     good = json.dumps(mooncake()).encode()
     data = b"\n".join((good, b'"' + b"x" * (32 << 20) + b'"', good))
     path = tmp_path / "long"

@@ -10,7 +10,7 @@ import pytest
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.keys import Namespace
 from kvkeep.observe.usage import UsageTable
-from kvkeep.observe.usage.pages import PageOwners
+from kvkeep.observe.usage.table import PageOwners
 from request_events import Requests
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from kvkeep.cli.arguments import Commands
-    from kvkeep.cli.parsing import Parser
-    from kvkeep.cli.settings import ConfigParser
+    from kvkeep.cli.settings import ConfigParser, Parser
 
 __all__ = ["main", "section_parsers"]
 
@@ -66,7 +65,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     from kvkeep.cli.drawing import visible  # noqa: PLC0415 - see above
-    from kvkeep.cli.stdout import OutputFailed, checked_stdout, drop_output  # noqa: PLC0415
+    from kvkeep.cli.tables import OutputFailed, checked_stdout, drop_output  # noqa: PLC0415
     from kvkeep.core.errors import KVKeepError, reason  # noqa: PLC0415
 
     try:
@@ -106,8 +105,7 @@ def _parser() -> Parser:
 def _built() -> tuple[Parser, Commands]:
     from importlib.metadata import version  # noqa: PLC0415 - see above
 
-    from kvkeep.cli.parsing import Parser  # noqa: PLC0415
-    from kvkeep.cli.settings import ConfigParser  # noqa: PLC0415
+    from kvkeep.cli.settings import ConfigParser, Parser  # noqa: PLC0415
 
     parser = Parser(
         prog="kvkeep",

@@ -1,22 +1,107 @@
-"""`Client`: JSON from a running kvkeep server."""
+"""`Client`: JSON from a running kvkeep server, and the options to reach it.
+
+No field of a reply is trusted: a number that is missing or invalid counts as 0, a missing text is
+empty, and every text is made safe for a terminal (see `visible`).
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import socket
 import ssl
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlencode, urlsplit
 
+from kvkeep.cli.arguments import add_path, add_seconds
 from kvkeep.cli.drawing import visible
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.config_file import key_in
+from kvkeep.core.errors import InvalidValue, reason
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Address", "Client", "Gone", "ServerRefusal"]
+__all__ = [
+    "KEY_VARIABLE",
+    "Address",
+    "Client",
+    "Gone",
+    "ServerRefusal",
+    "add_server_arguments",
+    "add_server_url",
+    "api_key",
+    "below",
+    "cause_words",
+    "connect",
+    "entries",
+    "number",
+    "path",
+    "short_id",
+    "text",
+    "tokens_by",
+    "whole",
+]
+
+_LARGEST: Final = 1 << 62  # larger than any real counter
+_SHARE: Final = re.compile(r"(?:less than )?\d+ % of all (?:re)?computed tokens: ")
+
+
+def below(of: Any, name: str) -> Mapping[str, Any]:
+    """Return the object at ``name``; an empty one if there is none."""
+    found = of.get(name) if isinstance(of, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def entries(of: Any, name: str) -> list[Mapping[str, Any]]:
+    """Return the objects in the list at ``name``; other values in it are left out."""
+    found = of.get(name) if isinstance(of, dict) else None
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def number(of: Any, name: str) -> float | None:
+    """Return the number at ``name``; None if it is missing, negative, infinite or too large."""
+    found = of.get(name) if isinstance(of, dict) else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    return found if 0 <= found <= _LARGEST and math.isfinite(found) else None
+
+
+def whole(of: Any, name: str) -> int:
+    """Return the number at ``name`` as a count; 0 if there is none."""
+    return int(number(of, name) or 0)
+
+
+def text(of: Any, name: str, default: str = "") -> str:
+    """Return the text at ``name``, made safe for a terminal."""
+    found = of.get(name) if isinstance(of, dict) else None
+    return visible(found) if isinstance(found, str) else default
+
+
+def tokens_by(of: Any, name: str) -> dict[str, int]:
+    """Return the token counts at ``name`` by their keys, largest first; keys are made safe."""
+    found = below(of, name)
+    counts = {visible(key): whole(found, key) for key in found}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def short_id(name: str) -> str:
+    """Shorten a request id to a prefix that identifies it, without ``cmpl-`` or ``chatcmpl-``."""
+    bare = name.removeprefix("chat").removeprefix("cmpl-")
+    return bare[:8] if bare != name else name
+
+
+def cause_words(cause: Any) -> str:
+    """Return the sentence of a cause in a summary, without the share it begins with."""
+    sentence = text(cause, "sentence") or text(cause, "reason", "?").replace("_", " ")
+    return _SHARE.sub("", sentence)
+
 
 _TIMEOUT_S = 10.0
 _ANSWER_BYTES = 64 << 20
@@ -239,3 +324,78 @@ def _trusting(ca_file: Path | None) -> ssl.SSLContext:
     except OSError as error:  # ssl.SSLError is one
         why = error.strerror or "it holds no certificates in PEM"
         raise InvalidValue(f"cannot read certificates from {ca_file}: {why}") from error
+
+
+KEY_VARIABLE: Final = "KVKEEP_API_KEY"
+_MOST_BYTES: Final = 8192
+
+
+def add_server_url(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument URL."""
+    parser.add_argument("url", metavar="URL", help="address of the server: http://host:port, or "
+                        "host:port")  # fmt: skip
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the connection to a server; `connect` reads them."""
+    server = parser.add_argument_group("the server")
+    add_path(
+        server,
+        "--api-key-file",
+        f"file that holds the server's API key (default: ${KEY_VARIABLE}, if it is set)",
+    )
+    add_path(
+        server, "--ca-file", "PEM file of certificates to trust, for https (default: the system's)"
+    )
+    add_seconds(server, "--timeout", 10.0, "time to wait for the server to send anything")
+
+
+@contextmanager
+def connect(url: str, args: argparse.Namespace) -> Iterator[Client]:
+    """Yield a client of the server at ``url``, for the options of `add_server_arguments`.
+
+    Raises `InvalidValue` for wrong options, and instead of `Gone` for a server that cannot be
+    reached or fails.
+    """
+    if not 0 < args.timeout <= 3600:
+        raise InvalidValue(
+            f"--timeout is {args.timeout:g}; seconds above 0 and up to 3600 are needed"
+        )
+    client = Client(
+        Address.parse(url),
+        key=api_key(args.api_key_file),
+        ca_file=args.ca_file,
+        timeout_s=args.timeout,
+    )
+    with client:
+        try:
+            yield client
+        except Gone as error:
+            raise InvalidValue(str(error)) from error
+
+
+def api_key(file: Path | None, given: str | None = None) -> str | None:
+    """Return the API key that is ``given``, that in ``file``, or that in the environment.
+
+    None if there is none of them. Raises `InvalidValue` for one that holds no key, such as an empty
+    text, for both an option and a file, and for a file that cannot be read.
+    """
+    if given is not None:
+        if file is not None:
+            raise InvalidValue("--api-key and --api-key-file both give the key; leave one out")
+        return key_in("--api-key", given)
+    if file is None:
+        text = os.environ.get(KEY_VARIABLE)
+        return None if text is None else key_in(f"${KEY_VARIABLE}", text)
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"cannot read an API key from {file}: {reason(error)}") from error
+    return key_in(str(file), text)
+
+
+def path(*parts: str, **query: str | int | None) -> str:
+    """Join ``parts`` to a path and add the query; fields that are None are left out."""
+    fields = urlencode({name: value for name, value in query.items() if value is not None})
+    return "/".join(parts) + (f"?{fields}" if fields else "")

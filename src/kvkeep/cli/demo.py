@@ -8,35 +8,38 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import shlex
+import sys
 import tempfile
+import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from statistics import median
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from kvkeep.cli.arguments import add_count, add_json, model_name
 from kvkeep.cli.client import Address, Client
-from kvkeep.cli.completions import ask
-from kvkeep.cli.demo_view import as_json, print_rows
 from kvkeep.cli.model import add_model_arguments, choose_threads, load
-from kvkeep.cli.progress import progress
+from kvkeep.cli.tables import progress
 from kvkeep.cli.tiers import add_store_arguments, open_store
-from kvkeep.core.errors import require
+from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.cli.arguments import Commands
-    from kvkeep.cli.completions import CompletionReply
     from kvkeep.serve.engine import Engine
 
     Talk = list[dict[str, str]]
+    from collections.abc import Iterable
+    from pathlib import Path
 
-__all__ = ["add_parser", "run"]
+__all__ = ["CompletionReply", "add_parser", "as_json", "ask", "print_rows", "run"]
 
 # The document: docstrings of Python's standard library (PSF-2.0), on which the bundled model was
 # trained.
@@ -311,3 +314,198 @@ def _row(request: str, about: str, cold: CompletionReply, warm: CompletionReply)
         same_text=cold.answer == warm.answer,
         text=warm.text,
     )
+
+
+_TIMEOUT_S = 600.0  # the server's own default for a request
+_OUT_OF_MEMORY = {"context_length_exceeded", "out_of_pages"}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReply:
+    """A completion, timed at the client: seconds count from before the connection is made."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    loaded_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    seconds: float
+
+    @property
+    def answer(self) -> tuple[str, int, str]:
+        """The part of the reply that must not depend on the cache."""
+        return self.text, self.generated_tokens, self.finish_reason
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second after the first one; None for an answer of one token."""
+        streamed = self.seconds - self.ttft_s
+        return (self.generated_tokens - 1) / streamed if self.generated_tokens > 1 else None
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> CompletionReply:
+    """Post ``body`` to the completion endpoint at ``path``, and read the stream to its end.
+
+    Raises `InvalidValue` with the server's message for a request that it refuses, and
+    `ConnectionError` for a stream that breaks off.
+    """
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    begun = time.perf_counter()
+    text, finish_reason, usage = "", "", None
+    ttft = None
+    with closing(Address.parse(url).connection(_TIMEOUT_S)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        # The response is closed separately: it owns the socket of a connection not kept alive.
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise _refusal(json.load(response)["error"])
+            for event in _events(response):
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    more = _text(choice)
+                    text += more
+                    finish_reason = choice["finish_reason"] or finish_reason
+                    if ttft is None and (more or finish_reason):
+                        ttft = time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
+    if ttft is None or usage is None:
+        raise ConnectionError("the stream ended without a token or without its usage")
+    return CompletionReply(
+        text=text,
+        finish_reason=finish_reason,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        loaded_tokens=usage.get("kvkeep", {}).get("loaded_tokens", 0),
+        generated_tokens=usage["completion_tokens"],
+        ttft_s=ttft,
+        seconds=seconds,
+    )
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of server-sent events until ``[DONE]``, which is required."""
+    for line in lines:
+        field, _, data = line.partition(b":")
+        if field != b"data":
+            continue
+        if data.strip() == b"[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise _refusal(event["error"])
+        yield event
+    raise ConnectionError("the stream broke off")
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Return the text of an event, of a chat completion or a plain one."""
+    more: str = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+    return more
+
+
+def _refusal(error: dict[str, Any]) -> Exception:
+    """Return the exception for an error object of the server."""
+    message: str = error["message"]
+    if error["code"] in _OUT_OF_MEMORY:
+        return InvalidValue(f"{message}; use a larger --memory")
+    if error["type"] == "invalid_request_error":
+        return InvalidValue(message)
+    return ConnectionError(f"the server reports: {message}")
+
+
+_NEXT = """\
+Next: {serve}, and when it listens
+curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
+-d '{{"max_tokens": 32, "temperature": 0, \
+"messages": [{{"role": "user", "content": "What does heapq.merge do?"}}]}}'"""
+
+
+def _totals(rows: list[DemoRow]) -> dict[str, float | None]:
+    prompt = sum(row.prompt_tokens for row in rows)
+    reused = sum(row.reused_tokens for row in rows)
+    faster = [row.faster for row in rows if row.reused_tokens]
+    return {
+        "prompt_tokens": prompt,
+        "reused_tokens": reused,
+        "reused_share": reused / prompt,
+        # None if nothing was reused.
+        "ttft_median_ratio": median(faster) if faster else None,
+    }
+
+
+def as_json(url: str, name: str, rows: list[DemoRow], stats: dict[str, Any]) -> dict[str, Any]:
+    """Return the output of ``--json``; ``stats`` is the answer of /kv/stats."""
+    return {
+        "url": url,
+        "model": name,
+        "requests": [{**asdict(row), "faster": row.faster} for row in rows],
+        "same_text": all(row.same_text for row in rows),
+        **_totals(rows),
+        **stats,
+    }
+
+
+def print_rows(rows: list[DemoRow], clients: int, model: Path | None) -> None:
+    """Print a table of the requests, and a summary.
+
+    ``model`` is the directory of the model; None is the bundled model.
+    """
+    console = require("rich.console", "cli").Console()
+    say = partial(console.print, markup=False, highlight=False)
+    say(
+        f"{len(rows)} requests over HTTP about one document: What does … do?\n"
+        "cold      every token is computed, and nothing is kept\n"
+        "warm      the KV of earlier requests is reused\n"
+        "TTFT      time to first token, as the client measures it\n"
+        "tenant …  has its own cache_salt and shares with no other\n"
+        f"at once   {clients} clients at the same time, cold as well as warm\n"
+        "restarted the server was stopped and started again: its pool is empty"
+    )
+    console.print(_table(rows))
+    say(f"> What does {rows[0].about} do?\n{rows[0].text.strip()}\n")
+    totals = _totals(rows)
+    line = f"{totals['prompt_tokens']:,} prompt tokens, {totals['reused_share']:.0%} reused"
+    if totals["ttft_median_ratio"] is not None:
+        line += f"; with reuse, answers began {totals['ttft_median_ratio']:.1f}× sooner (median)"
+    say(line)
+    last = rows[-1]
+    say(
+        f"After the restart {last.loaded_tokens:,} of {last.prompt_tokens:,} prompt tokens came "
+        f"from disk:\nthe first token after {_milliseconds(last.ttft_warm_s)} instead of "
+        f"{_milliseconds(last.ttft_cold_s)}"
+    )
+    if not all(row.same_text for row in rows):
+        print("kvkeep: a warm answer differs from its cold one", file=sys.stderr)
+    serve = "kvkeep serve (or make serve)"
+    if model is not None:
+        serve = f"kvkeep serve --model {shlex.quote(str(model))}"
+    print(_NEXT.format(serve=serve))  # not wrapped: users copy it
+
+
+def _table(rows: list[DemoRow]) -> Any:
+    box = require("rich.box", "cli").SIMPLE_HEAD
+    table = require("rich.table", "cli").Table(box=box, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("\nrequest", no_wrap=True)
+    table.add_column("\nasks about", no_wrap=True)
+    for heading in (
+        "prompt\ntokens", "reused\ntokens", "TTFT\ncold", "TTFT\nwarm", "tokens\n/s", "same\ntext",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.request,
+            row.about,
+            f"{row.prompt_tokens:,}",
+            f"{row.reused_tokens:,}",
+            _milliseconds(row.ttft_cold_s),
+            _milliseconds(row.ttft_warm_s),
+            "–" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+            "yes" if row.same_text else "NO",
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"

@@ -71,8 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _results(args: argparse.Namespace) -> Iterator[CheckResult]:
-    from kvkeep.cli.doctor_checks import TOKEN_BYTES, machine_results, tier_results  # noqa: PLC0415
-    from kvkeep.cli.doctor_config import asked_for  # noqa: PLC0415 - imports backends
+    from kvkeep.cli.doctor_checks import (  # noqa: PLC0415
+        TOKEN_BYTES,
+        asked_for,
+        machine_results,
+        tier_results,
+    )
 
     record = max(4096, TOKEN_BYTES * args.block_tokens // args.tp)
     asked, results = asked_for(args.what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.observe.telemetry.visible import visible
+from kvkeep.observe.telemetry.labels import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from kvkeep.cli.arguments import add_json, add_option, add_path, count
-from kvkeep.cli.client import ServerRefusal
+from kvkeep.cli.client import (
+    ServerRefusal,
+    add_server_arguments,
+    add_server_url,
+    connect,
+    entries,
+    path,
+)
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.replies import entries
-from kvkeep.cli.server import add_server_arguments, add_server_url, connect, path
 from kvkeep.cli.tables import console, print_lines
 from kvkeep.core.errors import InvalidValue, reason, require, whole
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
+from kvkeep.cli.client import below, cause_words, entries, number, short_id, text, tokens_by, whole
 from kvkeep.cli.drawing import ago, amount, clock, percent, plural, seconds, visible
 from kvkeep.cli.lines import REUSE, bar, cell, hanging, reuse_bar
-from kvkeep.cli.replies import below, cause_words, entries, number, short_id, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import add_model_path, add_option, add_page_size, byte_size
-from kvkeep.cli.progress import progress
+from kvkeep.cli.tables import progress
 from kvkeep.core.errors import require
 
 if TYPE_CHECKING:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from kvkeep.bench.replay import PlannedMemory, Prices, advise
 from kvkeep.bench.replay.words import money
-from kvkeep.cli import replaying
+from kvkeep.cli import replay
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.plan_flags import moves_between_tiers, serve_command, vllm_option
 from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.cost import PrefillCost
@@ -26,7 +27,81 @@ if TYPE_CHECKING:
     from kvkeep.bench.replay import Advice, PlanCandidate, Workload
     from kvkeep.cli.arguments import Commands
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "moves_between_tiers", "run", "serve_command", "vllm_option"]
+
+_FOLDER = "/var/lib/kvkeep"  # the place of a disk tier in what is to be pasted
+_MIB = 1 << 20
+_USUAL = "lru"
+
+
+def moves_between_tiers(chosen: PlanCandidate) -> bool:
+    """Whether a setting's tiering does more than to write everything below.
+
+    The pool of a server does this much: what it computes is written below, and stays in the pool.
+    """
+    return chosen.tiering not in {None, "inclusive"}
+
+
+def serve_command(chosen: PlanCandidate, model: Path, bytes_per_token: float) -> str:
+    """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing.
+
+    The memory is the pool's; where the tiering moves blocks between memory and disk, it is a tier.
+    """
+    words = ["kvkeep", "serve", "--model", str(model)]
+    if chosen.policy is None:
+        return shlex.join([*words, "--no-store"])
+    if moves_between_tiers(chosen):
+        for tier in _tiers(chosen, bytes_per_token):
+            words += ["--tier", tier]
+        return shlex.join([*words, "--tiering", str(chosen.tiering)])
+    words += ["--memory", _bytes(chosen.memory_tokens * bytes_per_token)]
+    words += ["--eviction", _policy(chosen)]
+    if not chosen.disk_tokens:
+        return shlex.join([*words, "--no-store"])
+    words += ["--tier", _disk(chosen, bytes_per_token), "--tiering", str(chosen.tiering)]
+    return shlex.join(words)
+
+
+def vllm_option(chosen: PlanCandidate, bytes_per_token: float) -> str:
+    """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting.
+
+    A setting without a cache has none: do not ask for it.
+    """
+    assert chosen.policy is not None
+    config = {
+        "kv_connector": "KVKeepConnector",
+        "kv_connector_module_path": "kvkeep.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": _tiers(chosen, bytes_per_token)},
+    }
+    return f"--kv-transfer-config {shlex.quote(json.dumps(config))}"
+
+
+def _tiers(chosen: PlanCandidate, bytes_per_token: float) -> list[str]:
+    memory = _bytes(chosen.memory_tokens * bytes_per_token)
+    tiers = [f"memory://{memory}{_query(chosen, '?')}"]
+    return [*tiers, _disk(chosen, bytes_per_token)] if chosen.disk_tokens else tiers
+
+
+def _disk(chosen: PlanCandidate, bytes_per_token: float) -> str:
+    size = _bytes(chosen.disk_tokens * bytes_per_token)
+    return f"file://{quote(_FOLDER)}?size={size}{_query(chosen, '&')}"
+
+
+def _query(chosen: PlanCandidate, mark: str) -> str:
+    policy = _policy(chosen)
+    return "" if policy == _USUAL else f"{mark}policy={policy}"
+
+
+def _policy(chosen: PlanCandidate) -> str:
+    assert chosen.policy is not None
+    return chosen.policy
+
+
+def _bytes(amount: float) -> str:
+    """Return an amount for the parsers of sizes: whole GiB where it is some, else MiB."""
+    mib = max(1, round(amount / _MIB))
+    return f"{mib}MiB" if mib % 1024 else f"{mib // 1024}GiB"
 
 
 def add_parser(commands: Commands) -> None:
@@ -53,25 +128,25 @@ def add_parser(commands: Commands) -> None:
         "what prompts and tiers take, as `kvkeep serve` learns it: with --disk the "
         "plan then says what the tier saves in seconds, and advises against one that saves none",
     )
-    replaying.add_replay_arguments(parser.add_argument_group("replaying"))
+    replay.add_replay_arguments(parser.add_argument_group("replaying"))
     add_option(
         parser,
         "--prices LIST",
         "with --model and --cost: recommend what costs least a month, by the price of a GPU hour "
         "and of a GiB of memory and disk a month, in any currency: gpu=2.5,memory=3,disk=0.1",
     )
-    replaying.add_report_argument(parser)
+    replay.add_report_argument(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the recommendation."""
-    replaying.check_out(args)
+    replay.check_out(args)
     prices = None if args.prices is None else Prices.parse(args.prices)
     if prices is not None and (args.model is None or args.cost is None):
         raise InvalidValue("--prices needs --model, for bytes, and --cost, for the time of GPUs")
-    sizes = replaying.ModelSizes.of(args)
+    sizes = replay.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = trace.unit_tokens
     groups = sizes.layout(page_tokens)
@@ -82,19 +157,19 @@ def run(args: argparse.Namespace) -> int:
     cost, read = None, None
     if args.cost is not None:
         cost = PrefillCost.read(args.cost)
-        reads = replaying.tier_reads(args.cost, 1 if disk else 0)
+        reads = replay.tier_reads(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
     size = None if args.model is None else sizes.bytes_per_token(page_tokens)
     plan = PlannedMemory(memory, disk, groups, cost, read, prices, size)
-    workload = replaying.read_workload(trace)
+    workload = replay.read_workload(trace)
     runs = plan.runs(workload)
-    outcomes = replaying.replayed(workload, runs, args)
+    outcomes = replay.replayed(workload, runs, args)
     advice = advise(plan, dict(zip(runs, outcomes, strict=True)), workload)
     if args.out is not None:
-        replaying.report(workload, outcomes, args, str(advice))
+        replay.report(workload, outcomes, args, str(advice))
     if args.json:
         print(json.dumps({"memory_tokens": memory, "disk_tokens": disk, **asdict(advice),
-                          **replaying.gap_facts(workload),
+                          **replay.gap_facts(workload),
                           "outcomes": [one.as_dict() for one in outcomes]}))  # fmt: skip
         return 0
     _print(workload, advice)

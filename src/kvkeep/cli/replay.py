@@ -3,33 +3,237 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun
-from kvkeep.bench.replay.doubts import gaps
+from kvkeep.bench.replay import BELADY, BOUNDS, GROUP_REASONS, INFINITE, ReplayRun, Workload, replay
+from kvkeep.bench.replay.runs import increments
+from kvkeep.bench.replay.summary import gaps
 from kvkeep.bench.replay.words import amount
-from kvkeep.cli import replaying
-from kvkeep.cli.arguments import add_json, add_option, add_path, count
+from kvkeep.cli.arguments import add_json, add_option, add_path, count, model_geometry
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.tables import print_table
-from kvkeep.cli.tenants import weights_in
+from kvkeep.cli.serve_options import weights_in
+from kvkeep.cli.tables import print_table, progress
 from kvkeep.cli.trace import add_reading_arguments, opened
-from kvkeep.core.cost import PrefillCost
-from kvkeep.core.errors import InvalidValue
+from kvkeep.core.cost import CostModel, PrefillCost
+from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.eviction import POLICIES
+from kvkeep.core.geometry import parse_bytes, parse_count
+from kvkeep.core.geometry.units import format_bytes
+from kvkeep.core.groups import GroupPlan
 from kvkeep.store.tiers import TIERINGS
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvkeep.bench.replay import Outcome, Workload
+    from kvkeep.bench.replay import Outcome
+    from kvkeep.bench.traces import FileTrace
     from kvkeep.cli.arguments import Commands
     from kvkeep.core.cost import TransferCost
+    from kvkeep.core.geometry import KVGeometry
+    from kvkeep.core.groups import GroupLayout
 
-__all__ = ["add_parser", "run"]
+__all__ = [
+    "ModelSizes",
+    "add_parser",
+    "add_replay_arguments",
+    "add_report_argument",
+    "check_out",
+    "facts",
+    "gap_facts",
+    "read_workload",
+    "replayed",
+    "report",
+    "run",
+    "tier_reads",
+]
+
+_FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
+_READ = 64 << 20  # bytes of a read by which tiers are ranked
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def add_replay_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add ``--model`` and ``--jobs``."""
+    add_path(
+        group,
+        "--model",
+        "local model directory or config.json, for the size of a token's KV, and for windows and "
+        "states, if the model has some",
+        metavar="PATH",
+    )
+    add_option(
+        group,
+        "--jobs N",
+        "replays to run at once, each in a process (default: one per processor)",
+        type=count,
+    )
+
+
+def add_report_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out``; `report` reads it."""
+    add_path(parser, "--out", "write a report to this .html file, with its data as JSON beside it")
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def check_out(args: argparse.Namespace) -> None:
+    """Raise `InvalidValue`, before anything is replayed, if the report cannot be written.
+
+    Also raised if a file of the report would overwrite an input file.
+    """
+    if args.out is None:
+        return
+    if args.out.suffix.lower() not in {".html", ".htm"}:
+        raise InvalidValue(f"--out needs an .html file, such as report.html; got {str(args.out)!r}")
+    if not args.out.parent.is_dir():
+        raise InvalidValue(f"cannot write {args.out}: there is no directory {args.out.parent}")
+    read = [path.resolve() for path in (args.file, getattr(args, "cost", None)) if path is not None]
+    for suffix in (args.out.suffix, ".json"):
+        written = args.out.with_suffix(suffix)
+        if written.is_dir():
+            raise InvalidValue(f"cannot write {written}: it is a directory")
+        if written.resolve() in read:
+            raise InvalidValue(f"--out {args.out} would overwrite {written}; name another file")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a token of a model keeps, by its geometry; nothing without a model.
+
+    With windows or states, capacities in tokens count those of the layers that keep every token.
+    """
+
+    geometry: KVGeometry | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> ModelSizes:
+        """Read ``--model``. Raises `InvalidValue`."""
+        return cls() if args.model is None else cls(model_geometry(args.model))
+
+    def layout(self, page_tokens: int) -> GroupLayout | None:
+        """Return the layout in pages of ``page_tokens``; None without windows and states."""
+        return None if self.geometry is None else GroupPlan(self.geometry, page_tokens).layout
+
+    def bytes_per_token(self, page_tokens: int) -> float:
+        """Return the bytes of a page per token. Raises `InvalidValue` without a model."""
+        if self.geometry is None:
+            raise InvalidValue("the size of a token needs --model")
+        return GroupPlan(self.geometry, page_tokens).page_bytes / page_tokens
+
+    def tokens(self, text: str, page_tokens: int) -> int:
+        """Parse a capacity: tokens (``3M``, ``500k``), or bytes (``40GiB``) of the model's KV."""
+        if not text.strip().lower().endswith(("b", "i")):
+            try:
+                return parse_count(text)
+            except InvalidValue as error:
+                raise InvalidValue(
+                    f"a capacity is a count of tokens, or an amount of memory as 40GiB: {error}"
+                ) from error
+        amount = parse_bytes(text)
+        if self.geometry is None:
+            raise InvalidValue(f"a capacity of {text} needs --model, for the size of a token")
+        return int(amount / self.bytes_per_token(page_tokens))
+
+
+# --- replaying ---------------------------------------------------------------------------------
+
+
+def read_workload(trace: FileTrace) -> Workload:
+    """Read a trace."""
+    with (
+        progress("reading", of=trace.length, remaining=True) as advance,
+        increments(advance) as read,
+    ):
+        return Workload.read(trace, read)
+
+
+def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
+    """Return the cost to read memory and ``levels`` tiers below it; () if the file has no tiers.
+
+    The tiers are those of the file, fastest first. Raises `InvalidValue` if it has fewer.
+    """
+    reads = CostModel.read(path).reads()
+    below = {name: cost for name, cost in reads.items() if name not in _FRONTS}
+    if not levels or not below:
+        return ()
+    if len(below) < levels:
+        raise InvalidValue(
+            f"{path} has the costs of {', '.join(map(visible, below))}; {levels} tiers below "
+            "memory need as many"
+        )
+    ranked = sorted(below.items(), key=lambda one: one[1].seconds(_READ))[:levels]
+    said = ", ".join(
+        f"{visible(name)} ({format_bytes(int(_READ / cost.seconds(_READ)))}/s)"
+        for name, cost in ranked
+    )
+    print(f"tiers below memory, by {path}: {said}", file=sys.stderr)
+    return (None, *(cost for _, cost in ranked))
+
+
+def replayed(
+    workload: Workload, runs: Sequence[ReplayRun], args: argparse.Namespace
+) -> list[Outcome]:
+    """Replay and return the outcomes, in order."""
+    jobs = whole("--jobs", args.jobs, 1) if args.jobs is not None else os.cpu_count() or 1
+    with progress("replaying", of=len(runs) * len(workload), remaining=True) as advance:
+        outcomes = dict(replay(workload, runs, jobs=jobs, progress=advance))
+    return [outcomes[run] for run in runs]
+
+
+def report(
+    workload: Workload,
+    outcomes: Sequence[Outcome],
+    args: argparse.Namespace,
+    advice: str | None = None,
+) -> None:
+    """Write the report to ``--out``, and its data beside it."""
+    from kvkeep.bench.replay.report import write_report  # noqa: PLC0415 - only needed with --out
+
+    command = shlex.join(["kvkeep", *sys.argv[1:]])
+    try:
+        written = write_report(
+            outcomes, args.out, trace=facts(workload), command=command, advice=advice
+        )
+    except OSError as error:
+        raise InvalidValue(f"cannot write {args.out}: {error.strerror}") from error
+    print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
+
+
+def facts(workload: Workload) -> dict[str, Any]:
+    """Return the facts about the trace that a report lists."""
+    missing = " · ".join(gaps(workload))
+    return {
+        "name": workload.name,
+        "digest": workload.digest,
+        "requests": len(workload),
+        "tokens": int(workload.tokens.sum(dtype="int64")),
+        "output_tokens": int(workload.output_tokens.sum(dtype="int64")),
+        "units": int(workload.prompt_units.sum(dtype="int64")),
+        "unit_tokens": workload.unit_tokens,
+        "span_s": workload.span_s,
+        "namespaces": len(workload.namespaces),
+        "skipped": workload.skipped,
+        **({"left out": missing} if missing else {}),
+    }
+
+
+def gap_facts(workload: Workload) -> dict[str, Any]:
+    """Return how many lines and requests a trace leaves out, for JSON."""
+    return {
+        "skipped": workload.skipped,
+        "skipped_reasons": list(workload.skipped_reasons),
+        "dropped": workload.dropped,
+        "unknown": workload.unknown,
+    }
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,7 +249,7 @@ def add_parser(commands: Commands) -> None:
     add_reading_arguments(parser)
     _add_replaying(parser.add_argument_group("replaying"))
     _add_loop(parser.add_argument_group("time to the first token"))
-    replaying.add_report_argument(parser)
+    add_report_argument(parser)
     add_json(parser, "print one JSON object per replay instead of text")
     parser.set_defaults(run=run)
 
@@ -85,7 +289,7 @@ def _add_replaying(group: argparse._ArgumentGroup) -> None:
         "replay each policy also with fair shares of memory and tiers, by weight: "
         "team-a=3,team-b=1, others 1; '=1' for equal weights. --json has the hits of each tenant",
     )
-    replaying.add_replay_arguments(group)
+    add_replay_arguments(group)
 
 
 def _add_loop(loop: argparse._ArgumentGroup) -> None:
@@ -105,25 +309,23 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the outcomes."""
-    replaying.check_out(args)
-    sizes = replaying.ModelSizes.of(args)
+    check_out(args)
+    sizes = ModelSizes.of(args)
     trace = opened(args, args.file)
     runs = _planned_runs(args, sizes, args.page or trace.unit_tokens)
-    workload = replaying.read_workload(trace)
-    outcomes = replaying.replayed(workload, runs, args)
+    workload = read_workload(trace)
+    outcomes = replayed(workload, runs, args)
     if args.out is not None:
-        replaying.report(workload, outcomes, args)
+        report(workload, outcomes, args)
     if args.json:
         for outcome in outcomes:
-            print(json.dumps(outcome.as_dict() | replaying.gap_facts(workload)))
+            print(json.dumps(outcome.as_dict() | gap_facts(workload)))
     else:
         _print(workload, runs, outcomes)
     return 0
 
 
-def _planned_runs(
-    args: argparse.Namespace, sizes: replaying.ModelSizes, page_tokens: int
-) -> list[ReplayRun]:
+def _planned_runs(args: argparse.Namespace, sizes: ModelSizes, page_tokens: int) -> list[ReplayRun]:
     """Return a replay for each policy and capacity that is given."""
     capacities = [
         [sizes.tokens(size.strip(), page_tokens) for size in part.split("+")]
@@ -144,7 +346,7 @@ def _planned_runs(
     reads: tuple[TransferCost | None, ...] = ()
     if args.cost is not None:
         cost = PrefillCost.read(args.cost)
-        reads = replaying.tier_reads(args.cost, max(map(len, capacities)) - 1)
+        reads = tier_reads(args.cost, max(map(len, capacities)) - 1)
     shared = [] if args.share is None else _parts("--share", args.share)
     shares = tuple(weights_in(shared).items())
     runs: list[ReplayRun] = []
@@ -177,10 +379,10 @@ def _parts(option: str, text: str) -> list[str]:
 
 
 def _print(workload: Workload, runs: Sequence[ReplayRun], outcomes: Sequence[Outcome]) -> None:
-    facts = replaying.facts(workload)
+    figures = facts(workload)
     print(
-        f"{visible(workload.name)}: {facts['requests']:,} requests, "
-        f"{facts['tokens']:,} prompt tokens in {facts['span_s'] / 60:,.0f} minutes"
+        f"{visible(workload.name)}: {figures['requests']:,} requests, "
+        f"{figures['tokens']:,} prompt tokens in {figures['span_s'] / 60:,.0f} minutes"
     )
     for gap in gaps(workload):
         print(f"Warning: {visible(gap)}")

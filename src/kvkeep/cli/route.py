@@ -16,12 +16,12 @@ from kvkeep.cli.arguments import (
     count,
     number,
 )
-from kvkeep.cli.listening import (
+from kvkeep.cli.serve_options import (
     add_address,
     add_log_level,
+    add_public_prefixes,
     allowed_hosts,
 )
-from kvkeep.cli.tenants import add_public_prefixes
 from kvkeep.core.errors import InvalidValue, require
 from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
 from kvkeep.core.public import PublicPrefixes

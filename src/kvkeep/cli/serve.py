@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
+import json
 import logging
 import math
 import sys
@@ -12,13 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.arguments import model_name
-from kvkeep.cli.costs import kept_costs
-from kvkeep.cli.listening import allowed_hosts
+from kvkeep.cli.client import KEY_VARIABLE, api_key
 from kvkeep.cli.model import choose_threads, load
-from kvkeep.cli.serve_options import add_options
-from kvkeep.cli.server import KEY_VARIABLE, api_key
-from kvkeep.cli.tenants import eviction_of, weights_of
-from kvkeep.cli.tiers import default_tiers, open_default_store, open_store
+from kvkeep.cli.serve_options import add_options, allowed_hosts, eviction_of, weights_of
+from kvkeep.cli.tiers import cache_folder, default_tiers, open_default_store, open_store
+from kvkeep.core.cost import CostFile
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry.units import format_bytes
 from kvkeep.core.prefix_file import read_prefixes
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import argparse
     import socket
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from kvkeep.bench.traces import Capture
     from kvkeep.cli.arguments import Commands
     from kvkeep.core.cache import PagedCache
-    from kvkeep.core.cost import CostFile
     from kvkeep.observe.telemetry.tracing import Tracing
     from kvkeep.serve.engine import Engine, Limits, Runner
     from kvkeep.serve.http import ConnectionLimits
@@ -41,7 +41,45 @@ if TYPE_CHECKING:
     from kvkeep.serve.server import Listener, ServerSettings
     from kvkeep.store import KVStore
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "kept_costs", "run"]
+
+_EVERY_S = 300.0
+
+
+def _model_on(runner: Runner) -> str:
+    """Return the name of a model on a device, by which its costs are told from others."""
+    from kvkeep.serve.engine.runner import device_name  # noqa: PLC0415 - loaded with the runner
+
+    return f"{runner.identity} on {device_name(runner.device)}"
+
+
+@contextmanager
+def kept_costs(
+    path: Path | None, runner: Runner, tiers: Sequence[str]
+) -> Iterator[CostFile | None]:
+    """Open the file of costs, and write it at the end.
+
+    Without ``path`` it is in the user's cache, by model, device and tiers; None if it cannot be
+    there. Raises `InvalidValue` for a ``path`` with costs of another model, or with none.
+    """
+    model = _model_on(runner)
+    if path is not None:
+        file: CostFile | None = CostFile.open(path, model, every_s=_EVERY_S)
+    else:
+        named = json.dumps([model, list(tiers)]).encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(named, digest_size=16).hexdigest()
+        try:
+            folder = cache_folder().parent / "costs"
+        except RuntimeError:  # there is no home
+            yield None
+            return
+        file = CostFile.begin(folder / f"{digest}.json", model, every_s=_EVERY_S)
+    try:
+        yield file
+    finally:
+        if file is not None:
+            file.close()
+
 
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that estimate the hit rate of other pool sizes
 _STEP_TOKENS = 1024  # keeps the steps short that decoding answers wait for on a CPU

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.cli.arguments import Commands
-    from kvkeep.cli.store_place import CommandResult, OpenTier
+    from kvkeep.cli.store_actions import CommandResult, OpenTier
 
     Action = Callable[[OpenTier, argparse.Namespace], CommandResult]
 
@@ -101,20 +101,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _action(name: str) -> Action:
     """Return the function of an action, imported here to keep ``kvkeep --help`` fast."""
-    from kvkeep.cli import store_change, store_look  # noqa: PLC0415
+    from kvkeep.cli import store_actions  # noqa: PLC0415
 
     actions: dict[str, Action] = {
-        "ls": store_look.ls,
-        "verify": store_change.verify,
-        "gc": store_change.gc,
-        "rm": store_change.rm,
+        "ls": store_actions.ls,
+        "verify": store_actions.verify,
+        "gc": store_actions.gc,
+        "rm": store_actions.rm,
     }
     return actions[name]
 
 
 def _done(action: Action, url: str, args: argparse.Namespace) -> CommandResult:
     """Open the tier and run the action; raise `BackendFailed` for any failure of the backend."""
-    from kvkeep.cli.store_place import opened  # noqa: PLC0415
+    from kvkeep.cli.store_actions import opened  # noqa: PLC0415
 
     try:
         with opened(url) as place:

@@ -1,19 +1,32 @@
-"""Output of commands: aligned facts, tables, and lines of `rich`."""
+"""Output of commands: aligned facts, tables, lines of `rich`, progress, a checked stdout."""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.errors import MissingExtra, require
+from kvkeep.core.errors import MissingExtra, reason, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["console", "print_facts", "print_lines", "print_table"]
+__all__ = [
+    "OutputFailed",
+    "bytes_progress",
+    "checked_stdout",
+    "console",
+    "drop_output",
+    "print_facts",
+    "print_lines",
+    "print_table",
+    "progress",
+]
 
 
 def print_facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -80,3 +93,119 @@ def print_lines(screen: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         line.rstrip()
         screen.print(line, soft_wrap=True)
+
+
+@contextmanager
+def progress(
+    doing: str, *, of: int | None = None, remaining: bool = False
+) -> Iterator[Callable[..., object]]:
+    """Show the activity ``doing`` and how many of its ``of`` steps are done.
+
+    Yields a function to call after each step, or with a number of steps. Without ``of`` the bar
+    only moves. With ``remaining`` it also shows the share done and the time left.
+    """
+    rich = _rich()
+    if rich is None:
+        yield lambda _steps=1: None
+        return
+    columns = [rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeElapsedColumn()]
+    if remaining:
+        columns[2:] = [rich.TaskProgressColumn(), columns[2], rich.TimeRemainingColumn()]
+    with _shown(rich, columns, doing, of) as advance:
+        yield advance
+
+
+@contextmanager
+def bytes_progress(doing: str, *, of: int | None = None) -> Iterator[Callable[[int], object]]:
+    """Show how many of ``of`` bytes are done.
+
+    Yields a function to call with each further number of bytes; without ``of``, of records.
+    """
+    rich = _rich()
+    if rich is None:
+        yield lambda _: None
+        return
+    columns = [rich.TextColumn("{task.description}", markup=False)]
+    if of is None:
+        columns += [rich.SpinnerColumn(), rich.TextColumn("{task.completed:,} records")]
+    else:
+        columns += [
+            rich.BarColumn(),
+            rich.DownloadColumn(binary_units=True),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
+        ]
+    with _shown(rich, columns, doing, of) as advance:
+        yield advance
+
+
+def _rich() -> Any:
+    try:
+        return require("rich.progress", "cli") if sys.stderr.isatty() else None
+    except MissingExtra:
+        return None  # progress is optional
+
+
+@contextmanager
+def _shown(
+    rich: Any, columns: list[Any], doing: str, of: int | None
+) -> Iterator[Callable[..., object]]:
+    console = require("rich.console", "cli").Console(stderr=True)
+    with rich.Progress(*columns, console=console, transient=True) as bars:
+        yield partial(bars.advance, bars.add_task(doing, total=of))
+
+
+class OutputFailed(Exception):
+    """Stdout is full, or its disk fails. No `OSError`, which commands take for one of their own."""
+
+
+class _Stdout:
+    """A stream whose failures are `OutputFailed`, except for a reader that has gone."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``; return its length."""
+        with _output():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with _output():
+            self._stream.flush()
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputFailed(reason(error)) from error
+
+
+@contextmanager
+def checked_stdout() -> Iterator[None]:
+    """Within, and at the end, a failure to write to stdout is `OutputFailed`."""
+    stream = sys.stdout
+    if stream is None:  # the process was started without
+        yield
+        return
+    sys.stdout = checked = _Stdout(stream)
+    try:
+        yield
+    finally:
+        sys.stdout = stream
+        checked.flush()
+
+
+def drop_output() -> None:
+    """Drop what is buffered for stdout, which would fail again when the process ends."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

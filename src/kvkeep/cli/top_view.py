@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
+from kvkeep.cli.client import below, cause_words, entries, number, text, tokens_by, whole
 from kvkeep.cli.drawing import (
     ago,
     amount,
@@ -24,12 +25,11 @@ from kvkeep.cli.drawing import (
     visible,
 )
 from kvkeep.cli.lines import REUSE, bar, cell, fit, heading, reuse_bar, row
-from kvkeep.cli.replies import below, cause_words, entries, number, text, tokens_by, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvkeep.cli.watch import Picture
+    from kvkeep.cli.top import Picture
 
 __all__ = ["draw"]
 

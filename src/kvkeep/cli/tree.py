@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.cli.arguments import add_json, add_option, count
-from kvkeep.cli.server import add_server_arguments, connect, path
+from kvkeep.cli.client import add_server_arguments, connect, path
 from kvkeep.core.errors import InvalidValue, reason, require, whole
 
 if TYPE_CHECKING:

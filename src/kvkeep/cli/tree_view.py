@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from kvkeep.cli.client import entries, text, whole
 from kvkeep.cli.drawing import amount, plural
 from kvkeep.cli.lines import fit
-from kvkeep.cli.replies import entries, text, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvkeep.bench.replay.advising import advise
+from kvkeep.bench.replay.advising import Advice, PlanCandidate, PlannedMemory, Prices, advise
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome
 from kvkeep.bench.replay.paging import Paging
-from kvkeep.bench.replay.planning import Advice, PlanCandidate, PlannedMemory, Prices
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun, replay
 from kvkeep.bench.replay.simulate import simulate
 from kvkeep.bench.replay.summary import TraceSummary, summarise

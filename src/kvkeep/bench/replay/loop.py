@@ -15,8 +15,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvkeep.bench.replay.jobs import calls_of
-from kvkeep.bench.replay.latency import RequestTimes
+from kvkeep.bench.replay.jobs import RequestTimes, calls_of
 from kvkeep.bench.replay.simulate import Stage
 from kvkeep.core.errors import OutOfPages
 

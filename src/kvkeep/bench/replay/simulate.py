@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
-from kvkeep.bench.replay.paging import PADDING, Paging
-from kvkeep.bench.replay.passes import PASS_TOKENS, Passes
+from kvkeep.bench.replay.paging import PADDING, PASS_TOKENS, Paging, Passes
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 from kvkeep.core.eviction import policy as named_policy

@@ -20,6 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import numpy as np
 
 from kvkeep.bench.traces.fields import (
+    BadLine,
+    compressor,
     count,
     json_object,
     missing,
@@ -29,7 +31,6 @@ from kvkeep.bench.traces.fields import (
     optional_text,
     shown,
 )
-from kvkeep.bench.traces.files import BadLine, compressor
 from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, Served, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 

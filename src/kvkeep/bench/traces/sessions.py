@@ -15,41 +15,323 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import re
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvkeep.bench.traces.chain import chain_tokens
-from kvkeep.bench.traces.documents import Documents
 from kvkeep.bench.traces.fields import (
+    LINE_BYTES,
     MOST_TEXT,
+    BadLine,
     Fresh,
     count,
+    json_object,
     number,
+    opened,
+    optional_seconds,
     optional_text,
     shown,
+    whole_numbers,
 )
-from kvkeep.bench.traces.files import BadLine, opened
-from kvkeep.bench.traces.recorded import (
-    Agent,
-    Recorded,
-    SessionMaker,
-    by_time,
-    expanded,
-    fits,
-)
-from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, TraceRequest, units_of
+from kvkeep.bench.traces.request import MAX_UNIT_TOKENS, NO_UNITS, TraceRequest, units_of
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from kvkeep.bench.traces.request import UnitArray
 
-__all__ = ["BLOCK_TOKENS", "SessionReader", "files_of", "first_block_size"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "Agent",
+    "Documents",
+    "Recorded",
+    "SessionMaker",
+    "SessionReader",
+    "by_time",
+    "expanded",
+    "files_of",
+    "first_block_size",
+    "fits",
+]
+
+_MOST_REQUESTS = 1_000_000  # of a session
+_MOST_IDS = 1 << 27  # of a session, without those that a request shares with the one before it
+_LONGEST_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request. Its ids are the first ``shared`` of the request before it, and then ``more``."""
+
+    t: float
+    tokens: int
+    output_tokens: int
+    shared: int
+    more: UnitArray
+    stop: str
+    took_s: float | None
+
+    @property
+    def count(self) -> int:
+        """Number of its ids."""
+        return self.shared + len(self.more)
+
+
+def _shared(before: UnitArray, ids: UnitArray) -> int:
+    """Return the number of leading ids that two prompts share."""
+    most = min(len(before), len(ids))
+    differ = np.flatnonzero(before[:most] != ids[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def expanded(requests: Iterable[Recorded]) -> Iterator[tuple[Recorded, UnitArray]]:
+    """Yield requests with all of their ids."""
+    ids = NO_UNITS
+    for one in requests:
+        ids = np.concatenate((ids[: one.shared], one.more))
+        yield one, ids
+
+
+def by_time(requests: list[Recorded]) -> list[Recorded]:
+    """Return requests in the order of their times; they nearly always are."""
+    if all(one.t <= later.t for one, later in pairwise(requests)):
+        return requests
+    kept, before = [], NO_UNITS
+    for one, ids in sorted(expanded(requests), key=lambda pair: pair[0].t):
+        shared = _shared(before, ids)
+        kept.append(replace(one, shared=shared, more=ids[shared:].copy()))
+        before = ids
+    return kept
+
+
+@dataclass(slots=True)
+class Agent:
+    """A session or a sub-agent: its fields, its requests, and the agents that it called."""
+
+    found: dict[str, Any]
+    requests: list[Recorded]
+    agents: list[Agent]
+
+
+class SessionMaker:
+    """Makes requests and agents of the objects of a file, with limits for each session."""
+
+    def __init__(self) -> None:
+        self.requests = self.ids = 0
+        self._before: dict[int, UnitArray] = {}  # ids of the request before, by depth
+
+    def made(
+        self, found: dict[str, Any], requests: list[Any] | None, depth: int
+    ) -> Recorded | Agent:
+        """Return what an object stands for. Raises `BadLine`."""
+        if not depth:
+            self.requests = self.ids = 0
+        if requests is None:
+            if not depth:
+                raise BadLine("a session has a list of requests")
+            return self._recorded(found, depth)
+        self._before.pop(depth + 1, None)
+        own = [one for one in requests if isinstance(one, Recorded)]
+        return Agent(found, own, [one for one in requests if isinstance(one, Agent)])
+
+    def _recorded(self, found: dict[str, Any], depth: int) -> Recorded:
+        t = number(found, "t")
+        if not 0 <= t <= _LONGEST_S:
+            raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
+        ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
+        shared = _shared(self._before.get(depth, NO_UNITS), ids)
+        recorded = Recorded(
+            t,
+            count(found, "in"),
+            count(found, "out"),
+            shared,
+            ids[shared:].copy(),
+            optional_text(found, "stop") or "",
+            optional_seconds(found, "api_time") or None,
+        )
+        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) - shared > _MOST_IDS:
+            raise BadLine(
+                f"a session has at most {_MOST_REQUESTS:,} requests, with {_MOST_IDS:,} ids that "
+                "they do not share with the request before"
+            )
+        self.requests += 1
+        self.ids += len(ids) - shared
+        self._before[depth] = ids
+        return recorded
+
+
+def fits(one: Recorded, block_tokens: int) -> bool:
+    """Return whether a request has an id for each block, at least for each full one, or none."""
+    full, blocks = one.tokens // block_tokens, units_of(one.tokens, block_tokens)
+    return one.count in {0, full, blocks}
+
+
+_MOST_NESTED = 16  # requests within requests
+# A string, or a bracket; a quotation mark alone begins a string that is not complete.
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_NEXT = re.compile(rb"[ \t\r\n]*(.?)", re.DOTALL)
+_SPACE = b" \t\r\n"
+_KEY = b'"requests"'
+
+
+@dataclass(slots=True)
+class _Open:
+    """An object whose end is not read yet: its own text, and the results for its requests."""
+
+    text: bytearray
+    size: int = 0
+    inner: int = 0  # brackets open in its text
+    keyed: bool = False  # the last string is the key of its requests
+    requests: list[Any] | None = None
+
+    def add(self, text: bytes) -> None:
+        self.size += len(text)
+        if self.size <= LINE_BYTES:
+            self.text += text
+        else:
+            self.text.clear()
+
+
+class Documents:
+    """Splits bytes into documents. Not thread-safe.
+
+    ``made`` is called for each object, inner ones first, with its fields, the results for its
+    requests (None if it has no list of requests), and the number of objects around it. An element
+    for which it raises `BadLine`, or that is no object, is left out, and the reason is yielded.
+    Memory: the results of a document, and the text of one object without its requests, at most
+    `LINE_BYTES`.
+    """
+
+    def __init__(self, made: Callable[[dict[str, Any], list[Any] | None, int], object]) -> None:
+        self._made = made
+        self._stack: list[_Open] = []  # objects; of all but the last, the requests are being read
+        self._in_list = True  # between elements, not in an object
+        self._done: list[object] = []
+        self._rest = b""
+        self._read = 0
+
+    def read(self, pieces: Iterable[bytes | BadLine]) -> Iterator[object]:
+        """Yield the result of each document, and before it a `BadLine` for each bad element."""
+        for piece in pieces:
+            if isinstance(piece, BadLine):
+                yield piece
+                return
+            try:
+                self._process(self._rest + piece)
+            except BadLine as error:
+                yield from self._done
+                yield error
+                return
+            yield from self._done
+            self._done.clear()
+        if self._stack or self._rest.strip(_SPACE):
+            yield BadLine("the file ends within an object")
+
+    def head(self) -> dict[str, Any] | None:
+        """Return the fields before the requests of the document that is being read.
+
+        None if its requests have not begun. Raises `BadLine`.
+        """
+        if not self._stack or self._stack[0].requests is None:
+            return None
+        return json_object(bytes(self._stack[0].text) + b"}")
+
+    def _process(self, data: bytes) -> None:
+        at = 0
+        while (match := _TOKEN.search(data, at)) is not None:
+            token, between = match[0], data[at : match.start()]
+            follows = _NEXT.match(data, match.end()) if token == _KEY else None
+            if token == b'"' or (follows is not None and not follows[1]):
+                # The string, or what follows it, is not complete. A string longer than a line is
+                # refused here, an object of that length when it ends.
+                if len(data) - at > LINE_BYTES:
+                    raise BadLine(f"a string has more than {LINE_BYTES >> 20} MiB")
+                self._rest = data[at:]
+                return
+            at = match.end()
+            if self._in_list:
+                self._element(token, between)
+            else:
+                self._member(token, between, follows is not None and follows[1] == b":")
+        rest = data[at:]
+        if not self._in_list:
+            self._stack[-1].add(rest)
+        else:
+            self._check_between(rest)
+        self._rest = b""
+
+    # --- between the elements of a list, or between documents ----------------------------------
+
+    def _element(self, token: bytes, between: bytes) -> None:
+        self._check_between(between)
+        if token == b"{" or (token == b"[" and self._stack):
+            self._stack.append(_Open(bytearray(token), 1))
+            self._in_list = False
+        elif token == b"]":
+            if self._stack:
+                self._in_list = False  # the object goes on after its requests
+        elif token == b"}":
+            raise BadLine("} without {")
+        elif token != b"[":  # documents may form a list
+            self._bad("an object is needed, got a string")
+
+    def _check_between(self, text: bytes) -> None:
+        if text := text.strip(_SPACE + b",\xef\xbb\xbf"):
+            self._bad(f"an object is needed, got {text[:40]!r}")
+
+    def _bad(self, reason: str) -> None:
+        self._done.append(BadLine(f"object {self._read}: {reason}"))
+
+    # --- within an object ----------------------------------------------------------------------
+
+    def _member(self, token: bytes, between: bytes, is_key: bool) -> None:
+        one = self._stack[-1]
+        begins = one.keyed and not between.strip(_SPACE + b":")
+        one.keyed = False
+        one.add(between)
+        if token[:1] == b'"':
+            one.keyed = is_key and not one.inner
+        elif token == b"[" and begins and len(self._stack) <= _MOST_NESTED:
+            one.add(b"[]")
+            one.requests = [] if one.requests is None else one.requests
+            self._in_list = True
+            return
+        elif token in b"[{":
+            one.inner += 1
+        elif one.inner:
+            one.inner -= 1
+        else:
+            one.add(token)
+            self._end(one)
+            return
+        one.add(token)
+
+    def _end(self, one: _Open) -> None:
+        self._stack.pop()
+        self._in_list = True
+        self._read += 1
+        try:
+            if one.size > LINE_BYTES:
+                raise BadLine(f"a request has more than {LINE_BYTES >> 20} MiB")
+            found = json_object(bytes(one.text))
+            if one.requests is None and type(found.get("requests")) is list:
+                raise BadLine("nested too deeply")
+            made = self._made(found, one.requests, len(self._stack))
+        except BadLine as error:
+            self._bad(str(error))
+        except RecursionError:
+            self._bad("nested too deeply")
+        else:
+            around = self._stack[-1].requests if self._stack else self._done
+            assert around is not None, "an element of no list"
+            around.append(made)
+
 
 BLOCK_TOKENS = 64
 """Tokens of an id, in files without ``block_size``."""

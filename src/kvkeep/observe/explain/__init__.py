@@ -11,9 +11,8 @@ from kvkeep.observe.explain.answer import (
     Span,
     around,
 )
-from kvkeep.observe.explain.explainer import Explainer
+from kvkeep.observe.explain.explainer import Explainer, missing
 from kvkeep.observe.explain.sentences import why_of
-from kvkeep.observe.explain.store_reasons import missing
 
 __all__ = [
     "REASONS",

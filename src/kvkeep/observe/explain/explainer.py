@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Closed, Evicted, GroupsStored, Opened, Stored
 from kvkeep.core.extras import as_extras
 from kvkeep.core.tokens import as_row, as_tokens
-from kvkeep.observe.explain.explained import ExplainedRequest
-from kvkeep.observe.explain.inbox import Inbox
+from kvkeep.observe.explain.answer import Missing
 from kvkeep.observe.explain.ledger import Requester
 from kvkeep.observe.explain.mirror import Mirror
-from kvkeep.observe.explain.store_reasons import missing as store_reasons
-from kvkeep.observe.explain.summary import add_up, summarise
+from kvkeep.observe.explain.summary import ExplainedRequest, add_up, summarise
 from kvkeep.observe.usage import RequestAdmitted, RequestEnded, RequestLoaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.core.events import Event
     from kvkeep.core.extras import ExtraLike, Extras
@@ -29,10 +29,121 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokenArray, TokensLike
-    from kvkeep.observe.explain.answer import ExplainSummary, Explanation, Missing
+    from kvkeep.observe.explain.answer import ExplainSummary, Explanation
     from kvkeep.observe.usage import RequestEvent
+    from kvkeep.store import Miss
 
-__all__ = ["Explainer"]
+__all__ = ["Explainer", "Inbox", "missing"]
+
+_REMOVED = {"cleared": "cleared", "removed": "asked"}
+_REFUSED = frozenset({"admission", "answer", "lossy", "unread"})
+_DROPPED = {"queue full": "queue_full", "no time": "queue_full"}
+
+
+def missing(misses: Iterable[Miss], *, waited_s: float | None = None) -> list[Missing]:
+    """Convert a store's reports of missing tokens.
+
+    Tokens that the store never had are left out: the explainer finds their reason. ``waited_s`` is
+    how long the request waited for the store.
+    """
+    found = []
+    for miss in misses:
+        if miss.what == "never":
+            continue
+        reason, evidence = _converted(miss, miss.detail.partition(": ")[0], waited_s)
+        tier = {"tier": miss.tier or None}
+        found.append(Missing(miss.start, miss.stop, reason, {**tier, **evidence}))
+    return found
+
+
+def _converted(miss: Miss, word: str, waited_s: float | None) -> tuple[str, dict[str, Any]]:
+    """Return reason and evidence, without the tier; ``word`` is the detail before the colon."""
+    match miss.what:
+        case "evicted":
+            return "evicted", {**_eviction(miss, "pressure"), "policy": word}
+        case "removed":
+            return "evicted", {**_eviction(miss, _REMOVED.get(word, word)), "policy": None}
+        case "dropped":
+            return "not_admitted", {"why": _DROPPED.get(word, word.replace(" ", "_"))}
+        case "refused":
+            return "not_admitted", {"why": word if word in _REFUSED else "unknown"}
+        case "slower":
+            return "not_loaded", {"why": word, "load_s": miss.load_s, "compute_s": miss.compute_s}
+        case "damaged":
+            return "damaged", {}
+        case "late":
+            return "tier_unavailable", {"why": "late", "waited_s": waited_s}
+        case _:
+            why = "breaker" if word == "breaker" else "error"
+            return "tier_unavailable", {"why": why, "waited_s": waited_s}
+
+
+def _eviction(miss: Miss, cause: str) -> dict[str, Any]:
+    ago = None if miss.at is None else max(0.0, time.time() - miss.at)
+    return {"at": miss.at, "ago_s": ago, "cause": cause, "by": None, "needed_pages": None}
+
+
+_log = logging.getLogger("kvkeep.explain")
+_PAUSE_S = 0.25
+Item = TypeVar("Item")
+
+
+class Inbox(Generic[Item]):
+    """Takes items from any thread and calls ``work`` with each, in order.
+
+    ``work`` runs under ``lock``, every quarter of a second in a daemon thread, and in `work_off`.
+    Beyond ``most`` items the oldest are dropped and counted in ``lost``. An item on which ``work``
+    raises is logged, counted in ``failed``, and dropped.
+
+    Thread safety: all methods. Cost of `put`: below a microsecond.
+    """
+
+    def __init__(self, work: Callable[[Item], None], name: str, most: int) -> None:
+        self.lost = 0
+        self.failed = 0
+        self.lock = threading.RLock()
+        self._work = work
+        self._most = most
+        self._items: deque[Item] = deque()
+        self._putting = threading.Lock()  # held for an append or a pop alone
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item) -> None:
+        """Queue an item."""
+        with self._putting:
+            if len(self._items) >= self._most:
+                self._items.popleft()
+                self.lost += 1
+            self._items.append(item)
+
+    def work_off(self) -> None:
+        """Handle all items queued before this call; wait for a thread that is handling some."""
+        with self.lock:
+            for _ in range(len(self._items)):
+                with self._putting:
+                    if not self._items:  # `put` dropped the rest
+                        return
+                    item = self._items.popleft()
+                try:
+                    self._work(item)
+                except Exception:  # noqa: BLE001 - one bad item must not stop the others
+                    self.failed += 1
+                    _log.exception("an item of the explainer's queue could not be handled")
+
+    def _run(self) -> None:
+        while not self._over.wait(_PAUSE_S):
+            self.work_off()
+
+    def close(self) -> None:
+        """End the thread. Queued items are handled by the next `work_off`."""
+        self._over.set()
+        self._thread.join()
+
 
 _MOST_QUEUED = 100_000
 _MOST_RUNNING = 10_000
@@ -114,7 +225,7 @@ class Explainer:
                 )
             case RequestLoaded():
                 report = event.report
-                reasons = store_reasons(report.missing, waited_s=report.seconds)
+                reasons = missing(report.missing, waited_s=report.seconds)
                 self.loaded(request.id, report.sources, reasons)
             case RequestEnded():
                 self.ended(

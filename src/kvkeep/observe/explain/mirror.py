@@ -11,9 +11,8 @@ from kvkeep.core.events import Closed, Evicted, GroupsStored, Opened, Stored
 from kvkeep.core.extras import signed
 from kvkeep.core.keys import chain_keys
 from kvkeep.core.public import PublicPrefixes, public_namespace
-from kvkeep.observe.explain.alike import Anchors
 from kvkeep.observe.explain.ledger import UNKNOWN, Eviction, Requester, UnitLedger
-from kvkeep.observe.explain.nearest import PromptHistory, SeenPrompt
+from kvkeep.observe.explain.nearest import Anchors, PromptHistory, SeenPrompt
 from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
 
 if TYPE_CHECKING:

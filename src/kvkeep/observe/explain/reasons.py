@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.tokens import common_length
-from kvkeep.observe.explain.alike import GRAM
 from kvkeep.observe.explain.answer import BEFORE, BEHIND, Span, painted
 from kvkeep.observe.explain.ledger import Eviction, Requester
+from kvkeep.observe.explain.nearest import GRAM
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

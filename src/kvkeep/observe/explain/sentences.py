@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.observe.telemetry.visible import visible
+from kvkeep.observe.telemetry.labels import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.observe.telemetry.visible import visible
+from kvkeep.observe.telemetry.labels import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,9 +4,9 @@ An engine emits the events of `records`, each once, through one `Notifier`; expl
 metrics and the dashboard read these events or the `UsageTable` made from them.
 """
 
-from kvkeep.observe.usage.notifier import Notifier
 from kvkeep.observe.usage.records import (
     LoadReport,
+    Notifier,
     Outcome,
     PromptComputed,
     PromptStored,

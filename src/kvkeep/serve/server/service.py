@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvkeep.bench.traces import Capture
     from kvkeep.core.cache import CacheStats, PagedCache
     from kvkeep.observe.usage import RequestObserver
-    from kvkeep.observe.usage.lately import Counts
+    from kvkeep.observe.usage.history import Counts
     from kvkeep.serve.engine import Completion, Delta, Engine, Tokenizer
     from kvkeep.serve.server.settings import ServerSettings
     from kvkeep.serve.server.worker import Call, Job

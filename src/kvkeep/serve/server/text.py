@@ -1,11 +1,11 @@
-"""Makes client text safe to display in JSON answers: see `kvkeep.observe.telemetry.visible`.
+"""Makes client text safe to display in JSON answers: see `kvkeep.observe.telemetry.labels`.
 
 Spaces of all widths and joiners stay: scripts and emoji are written with them.
 """
 
 from __future__ import annotations
 
-from kvkeep.observe.telemetry.visible import visible
+from kvkeep.observe.telemetry.labels import visible
 
 __all__ = ["showable", "showable_at"]
 

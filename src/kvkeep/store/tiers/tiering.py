@@ -70,7 +70,7 @@ class Planner:
     """Decides the moves of blocks by a policy, for which it counts touches. It moves nothing.
 
     A store (`kvkeep.store.tiers.tiered`) performs the moves with bytes and threads, a replay
-    (`kvkeep.bench.replay.tiers`) on numbers.
+    (`kvkeep.bench.replay.tiered`) on numbers.
 
     Thread safety: all methods. Cost: below a microsecond a block.
     """
