@@ -17,10 +17,6 @@ from writing import write
 from kvkeep.bench.replay import Workload, summarise
 from kvkeep.bench.traces import (
     TraceRequest,
-<<<<<<< HEAD
-=======
-    fields,
->>>>>>> w-s-cli
     open_trace,
     sessions,
 )
@@ -298,48 +294,6 @@ def test_damaged_files_are_read_as_far_as_they_go(cut: Any, reason: str, tmp_pat
     assert any(reason in one for one in trace.reasons), trace.reasons
 
 
-<<<<<<< HEAD
-=======
-def test_what_is_hostile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(fields, "_BUFFER_BYTES", 16 << 10)
-    long = session("s", asked(0, [1]), {**asked(1, [2]), "model": "x" * (2 << 20)}, asked(2, [1]))
-    path = write(tmp_path / "a.json", long)
-    trace = open_trace(path)
-    many = json.dumps(session("s", asked(0, [1]))).replace("[{", "[" + "[]," * 20_000 + "{")
-    path.write_text(many)
-    wide = {
-        "id": "s",
-        "requests": [{**asked(1, [2]), "model": ["x" * 3000] * 4000}, asked(2, [1])],
-    }
-    other = write(tmp_path / "b.json", wide)
-    tracemalloc.start()
-    try:
-        trace = open_trace(path)
-        assert len(list(trace)) == 1
-        assert trace.skipped == 20_000
-        assert tracemalloc.get_traced_memory()[1] < 3 << 20
-        trace = open_trace(other)
-        assert len(list(trace)) == 1
-        assert "more than 1 MiB" in trace.reasons[0]
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
-    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 2)
-    many_requests = session("s", *(asked(t, [1]) for t in range(5)))
-    trace = open_trace(write(tmp_path / "c.jsonl", many_requests, many_requests))
-    assert len(list(trace)) == 4  # two of each session
-    assert "at most 2 requests" in trace.reasons[0]
-    monkeypatch.setattr(sessions, "_MOST_REQUESTS", 9)
-    monkeypatch.setattr(sessions, "_MOST_IDS", 5)
-    ids = [1, 2, 3]
-    growing = session("s", asked(0, ids), asked(1, [*ids, 4]), asked(2, ids), asked(3, [7, 8]))
-    trace = open_trace(write(tmp_path / "d.json", growing))
-    assert [r.time for r in trace] == [0, 1, 2]  # of four ids; two more are one too many
-    assert "with 5 ids" in trace.reasons[0]
-
-
->>>>>>> w-s-cli
 def test_the_ids_of_a_long_session_take_the_memory_of_its_longest_prompt(tmp_path: Path) -> None:
     ids = list(range(4000))
     requests = [asked(turn, ids[: 1000 + 10 * turn]) for turn in range(300)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_json
 
-from kvkeep.observe.usage.lately import EVERY_S, Lately
+from kvkeep.observe.usage.history import EVERY_S, Lately
 from kvkeep.serve.server.text import showable
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from kvkeep.core.cache import CacheStats
-    from kvkeep.observe.usage.lately import Counts
+    from kvkeep.observe.usage.history import Counts
     from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts

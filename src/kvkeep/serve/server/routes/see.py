@@ -35,10 +35,10 @@ from kvkeep.serve.server.routes.base import (
 from kvkeep.serve.server.schemas.kv import ExplainRequest
 from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.text import showable, showable_at
-from kvkeep.store import KVStore
 
 if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.store import KVStore
 
 __all__ = ["router"]
 
@@ -174,7 +174,7 @@ async def stored(
 
 
 def _lookup(
-    engine: Engine, store: KVStore, tokens: "TokenArray", tenant: str, cached: int
+    engine: Engine, store: "KVStore", tokens: "TokenArray", tenant: str, cached: int
 ) -> tuple[list[Source], list[Missing]]:
     found = store.lookup(tokens, tenant=tenant)
     last = len(tokens) - 1
