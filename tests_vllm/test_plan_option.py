@@ -9,7 +9,7 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from kvkeep.bench.replay import PlanCandidate
-from kvkeep.cli.plan_flags import vllm_option
+from kvkeep.cli.plan import vllm_option
 from kvkeep.integrations.vllm.options import ConnectorOptions
 
 
