@@ -142,7 +142,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         other = _REQUEST.findall(missed.block("text", 0))[0]
         missed.drew(0, told.replace(before["id"], other))
     listed = run("store", "ls", f"file://{tmp_path}/kvkeep/store")
-    assert len(listed.splitlines()) == 3, listed  # the place, the head, one namespace
+    assert len(listed.splitlines()) == 5, listed  # place, head, one namespace, budget, codecs
 
 
 _REQUEST = re.compile(r"chatcmpl-[0-9a-f]+")

@@ -87,7 +87,7 @@ class Routing:
         # Without slack the one with less work gets what nobody knows, and not the one of a hash.
         cost = RoutingCost(prefill=PrefillCost(seconds_per_token=1e-3), slack=0.0)
         self.router = PrefixRouter(self.names, cost=cost)
-        sources = [Source(one.url, one.events, one.replay, "kv") for one in instances if events]
+        sources = [Source(one.url, one.events, one.replay) for one in instances if events]
         self.reader = EventReader(sources, self.router, check_s=1.0)
         self.upstreams = Recording(self.names)
         self._socket = bind("127.0.0.1", 0)
@@ -202,7 +202,7 @@ def test_who_comes_late_learns_what_was_before(instances: list[Instance], routin
     """vLLM has no snapshot: its replay from the first batch on is the whole truth here."""
     routing.ask(text(50))
     with_all = PrefixRouter(routing.names)
-    sources = [Source(one.url, one.events, one.replay, "kv") for one in instances]
+    sources = [Source(one.url, one.events, one.replay) for one in instances]
     reader = EventReader(sources, with_all, check_s=1.0)
     try:
         eventually(lambda: with_all.stats().blocks == sum(routing.held()) > 0)

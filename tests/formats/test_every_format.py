@@ -117,7 +117,7 @@ def read_store(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tier["blocks"], tier["odd"]) == (len(blocks), 0)
     assert tier["last_budget"]["bytes"] == want["budget"]
     assert tier["last_budget"]["given"]
-    assert tier["codecs"] == {"raw": min(8, len(blocks))}
+    assert tier["codecs"] == {"raw": min(32, len(blocks))}
     (tier,) = command(capsys, "store", "verify", url)["tiers"]
     assert (tier["sound"], tier["other_version"], tier["bad"]) == (len(blocks), 0, 0)
 

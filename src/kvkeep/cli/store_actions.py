@@ -393,7 +393,7 @@ def _agreed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
-_SAMPLE = 8  # records to read for their codecs
+_SAMPLE = 32  # records to read for their codecs
 
 
 def ls(place: OpenTier, args: argparse.Namespace) -> CommandResult:

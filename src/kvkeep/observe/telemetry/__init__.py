@@ -6,7 +6,7 @@ comes with the extra ``otel`` and is imported when `start` exports spans.
 
 from kvkeep.observe.telemetry.labels import label
 from kvkeep.observe.telemetry.logs import configure
-from kvkeep.observe.telemetry.tracing import start, wanted
+from kvkeep.observe.telemetry.starting import start, wanted
 
 __all__ = [
     "configure",
