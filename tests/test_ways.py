@@ -38,9 +38,9 @@ def test_a_cached_prompt(recorder):
         sequence.publish()
     with recorder.way() as closed:
         sequence.close()
-    assert opened.within(files=21, calls=59, objects=10), opened
-    assert published.within(files=19, calls=48, objects=3), published
-    assert closed.within(files=13, calls=20, objects=0), closed
+    assert opened.within(files=19, calls=57, objects=10), opened
+    assert published.within(files=16, calls=48, objects=3), published
+    assert closed.within(files=10, calls=20, objects=0), closed
 
 
 def test_four_blocks_through_a_store(recorder, tmp_path):
@@ -61,5 +61,5 @@ def test_four_blocks_through_a_store(recorder, tmp_path):
         assert store.get([7, *prompt[1:]])[1] == len(prompt)
         with recorder.way() as read:
             assert store.get(prompt)[1] == len(prompt)
-    assert put.within(files=68, calls=2_100, objects=75), put
-    assert read.within(files=59, calls=1_550, objects=45), read
+    assert put.within(files=54, calls=2_100, objects=75), put
+    assert read.within(files=51, calls=1_400, objects=45), read

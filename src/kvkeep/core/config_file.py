@@ -35,7 +35,7 @@ HIDDEN: Final = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of an option is a secret, by its name: ``api-key``, ``status_key``."""
+    """Whether the value of an option is a secret, by its name: ``api-key``."""
     return name.replace("-", "_").rpartition("_")[2] == "key"
 
 
