@@ -244,11 +244,6 @@ class Service:
         return self.watching.explainer
 
     @property
-    def unexplained(self) -> str:
-        """Why requests are not explained, if they are not."""
-        return "this server does not run yet"
-
-    @property
     def decode(self) -> Callable[[Sequence[int]], str] | None:
         """What makes text of tokens for explanations; None if they are to have none."""
         return self.tokenizer.decode if self.settings.text else None

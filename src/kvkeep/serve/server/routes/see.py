@@ -283,5 +283,5 @@ async def cost(service: ServiceOf) -> Response:
 def _explainer(service: Service) -> Explainer:
     explainer = service.explainer
     if explainer is None:
-        raise ApiError(404, service.unexplained, code="explain_off")
+        raise ApiError(404, "this server does not run yet", code="explain_off")
     return explainer
