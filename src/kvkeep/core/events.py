@@ -11,11 +11,16 @@ states; otherwise wherever the rows are there that its windows reach back to.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import numpy as np
     import numpy.typing as npt
 
@@ -25,12 +30,15 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
 
 __all__ = [
+    "CacheLock",
+    "Cause",
     "Closed",
     "Event",
     "Evicted",
     "GroupsLost",
     "GroupsStored",
     "Hook",
+    "Miss",
     "Opened",
     "ResumePoint",
     "Returned",
@@ -53,13 +61,50 @@ class Returned(NamedTuple):
     turns: int
 
 
+Cause = Literal["last token", "unseen", "differs", "evicted", "computing", "no state", "elsewhere"]
+"""Why tokens of a prompt are computed; see `Miss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a prompt is computed from token ``token`` on.
+
+    Attributes:
+        cause: one of
+
+            - "last token": all others are cached; this one is always computed, for its logits.
+            - "unseen": no prompt is known to have gone on like this.
+            - "differs": ``others`` cached prompts go on here, in another way.
+            - "evicted": the KV up to token ``until``, at least, was cached. It was removed at
+              ``at``, in seconds of the cache's clock, for the reason ``by``: "pressure", "asked",
+              "dropped" or "cleared", as in `Evicted`.
+            - "computing": the running sequence ``sequence`` has the same next page, and has not
+              published it.
+            - "no state": the KV up to token ``until`` is cached, but a window or a state is missing
+              there. The nearest place to go on is ``token``.
+            - "elsewhere": the same tokens are cached in ``namespace``, which shares nothing with
+              that of the prompt. Only told where it was asked for.
+        token: tokens that need no computing.
+    """
+
+    cause: Cause
+    token: int
+    until: int = 0
+    others: int = 0
+    at: float | None = None
+    by: str = ""
+    sequence: int = 0
+    namespace: Namespace | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
     """A sequence was opened or forked.
 
     ``cached_tokens`` need no computing. The KV of ``stored_tokens`` is cached in the layers that
     keep every token: more, if a window or a state was missing there. None: no more. ``returned`` is
-    set in a cache whose policy follows conversations, if the prompt continues one.
+    set in a cache whose policy follows conversations, if the prompt continues one. ``miss`` says why
+    the rest of the prompt is computed; None for a fork.
     """
 
     sequence: int
@@ -69,6 +114,7 @@ class Opened:
     forked_from: int | None = None
     stored_tokens: int | None = None
     returned: Returned | None = None
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,3 +198,86 @@ Event = Opened | Stored | GroupsStored | Evicted | Closed
 """Every event of a cache."""
 Hook = Callable[[Event], None]
 """Called under the cache's lock when an operation is complete; it must be quick."""
+
+_log = logging.getLogger("kvkeep.cache")
+
+
+class CacheLock:
+    """The one lock of a cache, and its hooks.
+
+    ``with lock:`` begins and ends an operation. When the outermost one is done, its events are
+    delivered to the hooks, in order, still under the lock. It is the innermost lock: a thread may
+    take it while it holds any other, and waits for no other while it holds this one. Hooks,
+    eviction policies and the clock run under it.
+
+    Attributes:
+        hooks: what events are delivered to.
+        errors: how often a hook has raised.
+    """
+
+    __slots__ = ("_depth", "_events", "_hooking", "_lock", "errors", "hooks")
+
+    def __init__(self) -> None:
+        self.hooks: tuple[Hook, ...] = ()
+        self.errors = 0
+        self._events: list[Event] = []
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._hooking: int | None = None  # the thread that is running hooks
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._depth == 1 and self._events:
+                self._deliver()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def subscribe(self, hook: Hook) -> Callable[[], None]:
+        """Deliver events to ``hook`` until the returned function is called."""
+        mine = partial(hook)  # distinguishes it from the same hook subscribed twice
+        with self:
+            self.hooks = (*self.hooks, mine)
+
+        def end() -> None:
+            with self:
+                self.hooks = tuple(other for other in self.hooks if other is not mine)
+
+        return end
+
+    def emit(self, event: Event) -> None:
+        """Queue ``event`` until this operation ends. Callers check ``hooks`` first."""
+        self._events.append(event)
+
+    @property
+    def in_hook(self) -> bool:
+        """Whether this thread is running a hook, and so holds the lock until the hook returns."""
+        return self._hooking == threading.get_ident()
+
+    def _deliver(self) -> None:
+        self._hooking = threading.get_ident()
+        try:
+            # A hook may use the cache: this same loop delivers the events of that, in order.
+            while self._events:
+                events, self._events = self._events, []
+                for event in events:
+                    for hook in self.hooks:
+                        self._call(hook, event)
+        finally:
+            self._hooking = None
+
+    def _call(self, hook: Hook, event: Event) -> None:
+        try:
+            hook(event)
+        except Exception:  # noqa: BLE001 - a failing hook must not fail the cache
+            self.errors += 1
+            _log.exception("a cache hook failed on %s", type(event).__name__)

@@ -12,6 +12,7 @@ from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
 from kvkeep.bench.replay.paging import PADDING, PASS_TOKENS, Paging, Passes
 from kvkeep.core.cache import PagedCache
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
+from kvkeep.core.eviction import LRU, Priority
 from kvkeep.core.eviction import policy as named_policy
 from kvkeep.core.eviction.shares import Shares
 
@@ -151,7 +152,7 @@ class Stage:
         pages = whole("pages", pages + (page_tokens is None), 1, 2**31 - 1)
         named = policy if isinstance(policy, str) else policy.name
         policy = named_policy(policy)
-        self.at_once = policy.by_recency and groups is None
+        self.at_once = type(policy) in {LRU, Priority} and groups is None
         outcome = Outcome(
             named, capacity_tokens, self.paging.tokens, workload.name, workload.digest
         )

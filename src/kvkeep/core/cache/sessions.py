@@ -4,40 +4,45 @@ A session is one conversation. Pages that only this session has used are dead on
 over: they are evicted first. Pages that a suspended session needs again are evicted last. What a
 prompt matches, which pages may be evicted, and whether a request can be opened are the same with
 and without hints.
+
+`Node.owner` is the only session so far that has used a run; None stands for several users, or an
+unnamed one. It changes from an owner to None and never back, and whoever uses a run uses all runs
+before it:
+
+    root ── system prompt (None) ─┬─ A's first turn (A) ── A's second turn (A)
+                                  └─ B's first turn (B)
+
+So an owner's runs are complete ends of branches, and marking all of them dead or awaited walks over
+these alone.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.cache.observers import CacheObserver
 from kvkeep.core.errors import InvalidValue, number, told
-from kvkeep.core.prefix.owners import Owner
+from kvkeep.core.prefix.node import Coverage, TreeObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
-    from kvkeep.core.cache.core import Core
-    from kvkeep.core.cache.opening import CacheQuery
-    from kvkeep.core.cache.sequence import Sequence
+    from kvkeep.core.events import CacheLock
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix import PrefixIndex
+    from kvkeep.core.prefix import Tree
+    from kvkeep.core.prefix.node import Node
 
-__all__ = [
-    "LONGEST_ETA_S",
-    "Session",
-    "SessionBoard",
-    "check_name",
-]
+    Key = tuple[Namespace, str]
 
-LONGEST_ETA_S = 3600.0
+__all__ = ["LONGEST_ETA_S", "Owner", "Session", "Sessions", "check_name"]
+
+LONGEST_ETA_S: Final = 3600.0
 """Longest time for which pages are kept for a suspended session; a longer ``eta`` is cut."""
-_LONGEST_ID = 256
-_MOST_SESSIONS = 65_536
-_AWAITED_SHARE = 0.5
+_LONGEST_ID: Final = 256
+_MOST_SESSIONS: Final = 65_536
+_AWAITED_SHARE: Final = 0.5
 """Share of the pool that suspended sessions keep at most, prefixes of their pages included."""
 
 
@@ -59,25 +64,26 @@ class Session:
     Thread safety: every method takes the cache's lock.
     """
 
-    __slots__ = ("_core", "id", "namespace")
+    __slots__ = ("_lock", "_sessions", "id", "namespace")
 
-    def __init__(self, core: Core, namespace: Namespace, name: str) -> None:
-        self._core = core
+    def __init__(self, lock: CacheLock, sessions: Sessions, namespace: Namespace, id_: str) -> None:
+        self._lock = lock
+        self._sessions = sessions
         self.namespace = namespace
-        self.id = name
+        self.id = id_
 
     @property
     def known(self) -> bool:
         """Whether the cache knows the session."""
-        with self._core:
-            return (self.namespace, self.id) in self._core.sessions.states
+        with self._lock:
+            return (self.namespace, self.id) in self._sessions.owners
 
     @property
     def num_pages(self) -> int:
         """Cached pages that only this session has used and that are not dead, of all groups."""
-        with self._core:
-            state = self._core.sessions.states.get((self.namespace, self.id))
-            return 0 if state is None else sum(node.weight for node in state.nodes)
+        with self._lock:
+            owner = self._sessions.owners.get((self.namespace, self.id))
+            return 0 if owner is None else owner.num_pages
 
     def suspend(self, eta: float) -> int:
         """Announce a pause, for a tool or a person, of at most ``eta`` seconds.
@@ -88,8 +94,8 @@ class Session:
         pages that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
         """
         seconds = number("eta", eta, "some seconds", above=0)
-        with self._core:
-            return self._core.sessions.suspend((self.namespace, self.id), seconds)
+        with self._lock:
+            return self._sessions.suspend((self.namespace, self.id), seconds)
 
     def close(self) -> int:
         """End the session. Returns the pages that died: those that only it has used.
@@ -97,90 +103,110 @@ class Session:
         Pages that its running requests publish later are dead from the beginning. A request that
         names the session again begins a new one.
         """
-        with self._core:
-            return self._core.sessions.close((self.namespace, self.id))
+        with self._lock:
+            return self._sessions.close((self.namespace, self.id))
 
     def __repr__(self) -> str:
         return f"<Session {self.id!r}, {self.num_pages} pages of its own>"
 
 
-Key = tuple["Namespace", str]
+class Owner:
+    """One session, and the living runs that only it has used.
 
-
-class SessionBoard(CacheObserver):
-    """All sessions of a cache; it observes the cache from the first request of a session on.
-
-    Thread safety: none; under the cache's lock. Memory: 650 to 750 bytes a session and the length
-    of its name; beyond ``most`` sessions those named longest ago are forgotten. Holds no pages.
+    ``due`` is when it is expected back, if it is suspended; what it stores once it has ``ended`` is
+    dead at once.
     """
 
-    def __init__(self, index: PrefixIndex, num_pages: int, clock: Callable[[], float]) -> None:
-        self.states: OrderedDict[Key, Owner] = OrderedDict()
+    __slots__ = ("due", "ended", "nodes")
+
+    def __init__(self) -> None:
+        self.nodes: dict[Node, None] = {}
+        self.due: float | None = None
+        self.ended = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its runs, of all groups."""
+        return sum(node.weight for node in self.nodes)
+
+
+class Sessions(TreeObserver):
+    """All sessions of a cache; it follows the tree from the first request of a session on.
+
+    Descendants of a dead run are dead. A use by another user walks up to the first run without an
+    owner, so it visits each owned run once at most.
+
+    Thread safety: none; under the cache's lock. Memory: 650 to 750 bytes a session and the length
+    of its name, and a dictionary entry a run; beyond ``most`` sessions those named longest ago are
+    forgotten. Holds no pages.
+
+    Attributes:
+        owners: the sessions that are known.
+        follows: whether any request has named a session.
+        num_dead: pages that are dead and still stored, those of rows and states included.
+        awaited: pages of suspended sessions, and all pages before them.
+    """
+
+    def __init__(self, tree: Tree, num_pages: int, clock: Callable[[], float]) -> None:
+        self.owners: OrderedDict[Key, Owner] = OrderedDict()
         self.most = _MOST_SESSIONS
-        self._index = index
+        self.follows = False
+        self.num_dead = 0
+        self.awaited = Coverage(attrgetter("weight"))
+        self._tree = tree
         self._most_awaited = int(num_pages * _AWAITED_SHARE)
         self._clock = clock
+        self._deaths = 0
         self._suspended: dict[Owner, None] = {}  # in the order of suspension
-        # A heap of (due, serial, state); an entry counts while its time is still the state's.
+        # A heap of (due, serial, owner); an entry counts while its time is still the owner's.
         self._returns: list[tuple[float, int, Owner]] = []
         self._serial = 0
 
-    # --- requests ----------------------------------------------------------------------------
+    # --- requests and hints ----------------------------------------------------------------------
 
-    def opened(self, sequence: Sequence, query: CacheQuery, cached: PageArray) -> None:
-        """Note that a session, or a request without one, uses the path of the sequence."""
-        if query.session is None:
-            self._index.keep_owners().used(sequence.hold, None)
-        else:
-            sequence.owner = self.enter((query.namespace, query.session), sequence.hold)
-
-    def forked(self, sequence: Sequence, fork: Sequence) -> None:
-        """Let the fork publish on behalf of the same session."""
-        fork.owner = sequence.owner
-
-    def enter(self, key: Key, hold: Any) -> Owner:
-        """Record that a request of a session uses the path of ``hold``; return the session."""
-        state = self.states.get(key)
-        if state is None:
-            state = self._begin(key)
-        self.states.move_to_end(key)
-        self._wake(state)
-        self._index.keep_owners().used(hold, state)
-        return state
-
-    def _begin(self, key: Key) -> Owner:
-        state = self.states[key] = Owner()
-        if len(self.states) > self.most:
-            # The forgotten session still owns its runs until others use them.
-            self._wake(self.states.popitem(last=False)[1])
-        return state
-
-    # --- hints -------------------------------------------------------------------------------
+    def enter(self, key: Key) -> Owner:
+        """Return the session of a request that begins."""
+        if not self.follows:
+            self.follows = True
+            self._tree.observe(self)
+        owner = self.owners.get(key)
+        if owner is None:
+            owner = self.owners[key] = Owner()
+            if len(self.owners) > self.most:
+                # The forgotten session still owns its runs until others use them.
+                self._wake(self.owners.popitem(last=False)[1])
+        self.owners.move_to_end(key)
+        self._wake(owner)
+        return owner
 
     def suspend(self, key: Key, eta: float) -> int:
         """See `Session.suspend`."""
-        state = self.states.get(key)
-        if state is None:
+        owner = self.owners.get(key)
+        if owner is None:
             return 0
-        self.states.move_to_end(key)
-        self._wake(state)
-        due = self._clock() + min(eta, LONGEST_ETA_S)
-        pages = self._index.keep_owners().suspend(state, due)
-        self._suspended[state] = None
+        self.owners.move_to_end(key)
+        self._wake(owner)
+        owner.due = self._clock() + min(eta, LONGEST_ETA_S)
+        for node in owner.nodes:
+            self._change(node, 0, owner.due)
+        pages = owner.num_pages
+        self._suspended[owner] = None
         self._serial += 1
-        heapq.heappush(self._returns, (due, self._serial, state))
+        heapq.heappush(self._returns, (owner.due, self._serial, owner))
         self.evicting()
-        return pages if state in self._suspended else 0
+        return pages if owner in self._suspended else 0
 
     def close(self, key: Key) -> int:
         """See `Session.close`."""
-        state = self.states.pop(key, None)
-        if state is None:
+        owner = self.owners.pop(key, None)
+        if owner is None:
             return 0
-        self._wake(state)
-        dead = self._index.keep_owners().kill(state)
-        state.left = True
-        return dead
+        self._wake(owner)
+        before = self.num_dead
+        for node in list(owner.nodes):
+            self._change(node, self._death(), None)
+        owner.ended = True
+        return self.num_dead - before
 
     def evicting(self) -> None:
         """Stop waiting for sessions whose time is over, and for those beyond the share."""
@@ -188,55 +214,140 @@ class SessionBoard(CacheObserver):
             return
         now = self._clock()
         while self._returns and (self._returns[0][0] <= now or not _awaits(self._returns[0])):
-            due, _, state = heapq.heappop(self._returns)
-            if state.due == due:
-                self._wake(state)
-        owners = self._index.keep_owners()
-        if owners.num_awaited > self._most_awaited:
-            for state in list(self._suspended):  # suspended longest ago first
-                self._wake(state)
-                if owners.num_awaited <= self._most_awaited:
+            due, _, owner = heapq.heappop(self._returns)
+            if owner.due == due:
+                self._wake(owner)
+        if self.awaited.num_pages > self._most_awaited:
+            for owner in list(self._suspended):  # suspended longest ago first
+                self._wake(owner)
+                if self.awaited.num_pages <= self._most_awaited:
                     break
 
-    def _wake(self, state: Owner) -> None:
-        if state not in self._suspended:
+    def _wake(self, owner: Owner) -> None:
+        """End the suspension of a session."""
+        if owner not in self._suspended:
             return
-        del self._suspended[state]
-        self._index.keep_owners().wake(state)
+        del self._suspended[owner]
+        owner.due = None
+        for node in owner.nodes:
+            self._change(node, 0, None)
         if len(self._returns) > 2 * len(self._suspended) + 64:  # most entries are stale
             self._returns = [item for item in self._returns if _awaits(item)]
             heapq.heapify(self._returns)
 
-    # --- figures -----------------------------------------------------------------------------
+    def _death(self) -> int:
+        self._deaths += 1
+        return self._deaths
 
-    def figures(self) -> Mapping[str, Any]:
-        """Return the counts of dead and awaited pages and of sessions."""
-        return {
-            "pages_dead": self.num_dead,
-            "pages_awaited": self.num_awaited,
-            "sessions": len(self.states),
-        }
+    # --- what the tree tells ---------------------------------------------------------------------
 
-    @property
-    def num_dead(self) -> int:
-        """Dead pages that are still cached."""
-        return 0 if self._index.owners is None else self._index.owners.num_dead
+    def used(self, node: Node, owner: Owner | None) -> None:
+        """Note that ``owner`` uses the path of ``node``; dead runs on it revive.
 
-    @property
-    def num_awaited(self) -> int:
-        """Pages that are kept for suspended sessions."""
-        return 0 if self._index.owners is None else self._index.owners.num_awaited
+        Cost: up to the first run for which the use changes nothing.
+        """
+        while node.owner is not None:
+            if node.owner is not owner:
+                self._share(node)
+            elif node.died and not owner.ended:
+                self._change(node, 0, owner.due)
+            else:
+                return
+            assert node.parent is not None
+            node = node.parent
 
-    def check(self) -> None:
-        """Assert that suspended sessions have a return and that bounds hold."""
-        states = set(self.states.values())
-        assert states.issuperset(self._suspended)
-        assert {state for state in states if state.due is not None} == set(self._suspended)
+    def born(self, node: Node, pages: int) -> None:
+        owner: Owner | None = node.owner
+        if pages < node.size:
+            self.resized(node, pages)
+        elif owner is not None:
+            owner.nodes[node] = None
+            dead = owner.ended or (node.parent is not None and bool(node.parent.died))
+            self._set(node, self._death() if dead else 0, None if dead else owner.due)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.awaited.split(upper, lower)
+        if upper.owner is not None and not upper.died:
+            upper.owner.nodes[upper] = None
+            if upper.due is not None:
+                self.awaited.add(upper)
+
+    def joined(self, upper: Node, lower: Node) -> None:
+        if upper.owner is not None and not upper.died:
+            del upper.owner.nodes[upper]
+        self.awaited.joined(upper)
+
+    def resized(self, node: Node, pages: int) -> None:
+        if node.died:
+            self.num_dead += pages
+        self.awaited.resized(node, pages)
+
+    def trimmed(self, leaf: Node, keep: int) -> None:
+        self.resized(leaf, keep - leaf.size)
+
+    def gone(self, leaf: Node, parent: Node) -> None:
+        if leaf.died:
+            self.num_dead -= leaf.weight
+        elif leaf.owner is not None:
+            if leaf.due is not None:
+                self.awaited.remove(leaf)
+            del leaf.owner.nodes[leaf]
+        leaf.owner = None
+
+    def _share(self, node: Node) -> None:
+        """Note that another user uses ``node``, too."""
+        owner: Owner = node.owner
+        self._change(node, 0, None)
+        del owner.nodes[node]
+        node.owner = None
+
+    def _change(self, node: Node, died: int, due: float | None) -> None:
+        """Change the hints of ``node``, and its place among the candidates."""
+        queued = self._tree.is_candidate(node)
+        if queued:
+            self._tree.dequeue(node)
+        self._set(node, died, due)
+        if queued:
+            self._tree.enqueue(node)
+
+    def _set(self, node: Node, died: int, due: float | None) -> None:
+        owner: Owner = node.owner
+        if node.died:
+            self.num_dead -= node.weight
+            owner.nodes[node] = None
+        if died:
+            self.num_dead += node.weight
+            del owner.nodes[node]
+        if due is not None and node.due is None:
+            self.awaited.add(node)
+        elif node.due is not None and due is None:
+            self.awaited.remove(node)
+        node.died, node.due = died, due
+
+    def check(self, nodes: Sequence[Node]) -> None:
+        """Recount everything from all nodes but the roots. Asserts."""
+        known = set(self.owners.values())
+        assert known.issuperset(self._suspended)
+        assert {owner for owner in known if owner.due is not None} == set(self._suspended)
         assert set(self._suspended) <= {
-            state for due, _, state in self._returns if due == state.due
+            owner for due, _, owner in self._returns if due == owner.due
         }
-        assert not any(state.left for state in states)
-        assert len(states) <= self.most
+        assert not any(owner.ended for owner in known)
+        assert len(known) <= self.most
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            assert parent.owner in {None, node.owner}, "another owner's run on an owner's path"
+            hinted = node.died or node.due is not None
+            assert node.owner is not None or not hinted, "a hint without an owner"
+            assert node.died or not parent.died, "a living run follows a dead one"
+            assert not (node.died and node.due is not None)
+            if node.owner is not None:
+                assert (node in node.owner.nodes) == (not node.died)
+                assert node.due == (None if node.died else node.owner.due)
+        dead = sum(node.weight for node in nodes if node.died)
+        assert dead == self.num_dead, (dead, self.num_dead)
+        self.awaited.check(nodes, lambda node: node.due is not None)
 
 
 def _awaits(item: tuple[float, int, Owner]) -> bool:

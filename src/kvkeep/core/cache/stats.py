@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache.core import Core
     from kvkeep.core.groups import GroupStats
     from kvkeep.core.miss_ratio import MissRatioPoint
 
-__all__ = ["CacheCounters", "CacheStats", "snapshot"]
+__all__ = ["CacheCounters", "CacheStats"]
 
 
 @dataclass(slots=True)
@@ -30,9 +27,11 @@ class CacheCounters:
     duplicate_pages: int = 0
     evicted_pages: int = 0
     evictions: int = 0
-    copies: int = 0
     out_of_pages: int = 0
-    hook_errors: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counts by name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,38 +112,3 @@ class CacheStats:
         groups = counts.pop("groups") or {}
         counts.update((f"groups_{name}", count) for name, count in groups.items())
         return {**counts, "hit_rate": self.hit_rate}
-
-
-def snapshot(core: Core) -> CacheStats:
-    """Return the figures of a cache at this moment; see `PagedCache.stats`."""
-    pool, index, pins = core.pool, core.index, core.pins
-    pins.expire()
-    core.before_eviction()
-    tables = [sequence.pages for sequence in core.sequences.values()]
-    # To these a hold stands for references.
-    published = sum(len(sequence.published_pages) for sequence in core.sequences.values())
-    users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
-    observed: dict[str, Any] = {}
-    for observer in core.observers:
-        observed.update(observer.figures())
-    return CacheStats(
-        sequences=len(core.sequences),
-        pages_total=pool.num_pages,
-        pages_used=pool.num_used,
-        pages_free=pool.num_free,
-        pages_cached=index.num_pages,
-        pages_evictable=index.num_evictable,
-        pages_protected=index.num_pages - index.num_evictable,
-        pages_shared=int((users > 1).sum()),
-        shares=int((users[users > 1] - 1).sum()),
-        references=int(pool.references.sum()) + published,
-        namespaces=index.num_namespaces,
-        pins=len(pins.pins),
-        pinned_pages=pins.num_pages,
-        hard_pinned_pages=pins.num_hard_pages,
-        pins_broken=index.pins.num_broken,
-        pins_expired=pins.expired,
-        groups=None if core.groups is None else core.groups.stats(),
-        **asdict(core.counters),
-        **observed,
-    )

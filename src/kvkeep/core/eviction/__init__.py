@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import choice
-from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.basic import LRU, Priority
 from kvkeep.core.eviction.returns import ReturnAware
+from kvkeep.core.prefix.node import Entry
+from kvkeep.core.prefix.policy import LRU, AgeQueue, EvictionPolicy, Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LRU",
     "POLICIES",
+    "AgeQueue",
     "Entry",
     "EvictionPolicy",
     "Priority",
     "ReturnAware",
     "policy",
-    "without_waits",
 ]
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
@@ -36,8 +36,3 @@ def policy(name: str | EvictionPolicy) -> EvictionPolicy:
     if isinstance(name, EvictionPolicy):
         return name
     return choice("eviction policy", name, POLICIES)()
-
-
-def without_waits() -> list[str]:
-    """Return the names of policies for what does not see when requests end."""
-    return [name for name, make in POLICIES.items() if not make().awaits]

@@ -7,14 +7,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction.base import Entry, EvictionPolicy
-from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
+    from typing import Any
+
+    import numpy.typing as npt
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.returns import Returns
+    from kvkeep.core.prefix.node import Entry, Node
 
 __all__ = ["MOST_WEIGHT", "Lane", "Lanes", "ShareClaim", "Shares", "check_weights"]
 
@@ -85,7 +87,6 @@ class Lanes:
         self._make = make
         self._claim_of = claim_of
         self._aside = aside
-        self._attended: tuple[Returns, Callable[[], float]] | None = None
         self._lanes: dict[Hashable, Lane] = {}
         # A heap of (-level, number, tenant): an item counts while its number is the lane's. Its
         # level may be too high, until it comes first.
@@ -113,19 +114,11 @@ class Lanes:
 
     # --- tenants -----------------------------------------------------------------------------
 
-    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
-        """Let all policies learn together of waits."""
-        self._attended = returns, clock
-        for lane in self._lanes.values():
-            lane.policy.attend(returns, clock)
-
     def stores(self, tenant: Hashable) -> Lane:
         """Return the lane of a tenant that stores something, or does so now."""
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = Lane(tenant, self._make(), self._claim_of(tenant))
-            if self._attended is not None:
-                lane.policy.attend(*self._attended)
             self._weigh(lane.weight)
         return lane
 
@@ -233,14 +226,13 @@ class Shares(EvictionPolicy):
     1 releases what a tenant rarely needs: at 1 a small tenant keeps old pages that others would
     use.
 
-    Policies that order by waits learn of all tenants together, as without shares.
+    The policies of all tenants learn together (`EvictionPolicy.join`), as without shares. The first
+    one that was made orders nothing, and is told of requests.
 
     Memory: about 2 KiB for each tenant with pages, dropped with its last page, and 100 bytes for
     each candidate. Cost: O(log n) of n tenants for a victim, and for a change of what a tenant
     stores. Of many tenants above their shares, the eight farthest above are compared.
     """
-
-    portions = True  # and `sized`, since pages are counted
 
     def __init__(
         self,
@@ -250,19 +242,23 @@ class Shares(EvictionPolicy):
         guaranteed: float = 0.9,
     ) -> None:
         """Raises `InvalidValue` for a wrong weight."""
-        super().__init__()
         if not 0 <= guaranteed <= 1:
             raise InvalidValue(f"guaranteed is {guaranteed!r}; a part of 1 is needed, as 0.9")
         self.guaranteed = guaranteed
         self.weights = check_weights(weights or {})
-        first = make()
-        self.name = f"{first.name}+shares"
-        self.awaits = first.awaits
+        self.first = make()
+        self.name = f"{self.first.name}+shares"
+        self._make = make
         self._size = 1
         self._least = 1
-        self._lanes = Lanes(make, self._claim_of, self._has_aside)
+        self._lanes = Lanes(self._made, self._claim_of, self._has_aside)
         self._length = 0
         self._spare = 0  # by how many pages the last victim's tenant is above its floor
+
+    def _made(self) -> EvictionPolicy:
+        policy = self._make()
+        policy.join(self.first)
+        return policy
 
     def pages(self) -> dict[Hashable, int]:
         """Return the pages that each tenant stores."""
@@ -309,57 +305,60 @@ class Shares(EvictionPolicy):
         self._size = size
         self._least = max(1, size >> 10)
 
-    def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
-        """Let the policies of all tenants learn together."""
-        self._lanes.attend(returns, clock)
+    def attach(self, tree: Any, clock: Callable[[], float]) -> None:
+        super().attach(tree, clock)
+        self.first.attach(tree, clock)
 
-    def _at_moment(self, lane: Lane) -> EvictionPolicy:
-        """Return a lane's policy, whose clock is that of all."""
-        policy = lane.policy
-        self._time = max(self._time, policy.moment)
-        policy.begin_at(self._time)
-        return policy
+    def born(self, node: Node, pages: int) -> None:
+        lane = self._lane_of(node)
+        lane.policy.born(node, pages)
+        self._count(node, lane)
 
-    def _timed(self, lane: Lane) -> EvictionPolicy:
-        """Return a lane's policy for an event, which is the next one of all."""
-        policy = self._at_moment(lane)
-        self._time += 1
-        return policy
-
-    def stored(self, entry: Entry, priority: int) -> None:
-        lane = self._lane_of(entry)
-        self._timed(lane).stored(entry, priority)
-        self._count(entry, lane)
-
-    def grown(self, entry: Entry) -> None:
-        lane = self._lane_of(entry)
-        self._timed(lane).grown(entry)
-        self._count(entry, lane)
-
-    def hit(self, entry: Entry) -> None:
-        if entry.size:
-            self._timed(self._lane_of(entry)).hit(entry)
-        else:  # a root, which stores nothing
-            super().hit(entry)
-
-    def used(self, entry: Entry) -> None:
-        if entry.size:
-            self._timed(self._lane_of(entry)).used(entry)
-        else:
-            super().used(entry)
-
-    def split(self, upper: Entry, lower: Entry) -> None:
-        self._lane_of(lower).policy.split(upper, lower)
+    def split(self, upper: Node, lower: Node) -> None:
         upper.counted = upper.size
         lower.counted -= upper.size
+        self._lane_of(lower).policy.split(upper, lower)
 
-    def inherit(self, parent: Entry, child: Entry) -> None:
-        lane = self._lane_of(child)
-        lane.policy.inherit(parent, child)
-        lane.size -= child.counted
-        child.counted = 0
+    def joined(self, upper: Node, lower: Node) -> None:
+        lower.counted += upper.counted
+        self._lane_of(lower).policy.joined(upper, lower)
+
+    def used(self, node: Node, owner: Any) -> None:
+        if node.size:  # a root stores nothing
+            self._lane_of(node).policy.used(node, owner)
+
+    def trimmed(self, leaf: Node, keep: int) -> None:
+        self._lane_of(leaf).policy.trimmed(leaf, keep)
+
+    def gone(self, leaf: Node, parent: Node) -> None:
+        lane = self._lane_of(leaf)
+        lane.policy.gone(leaf, parent)
+        lane.size -= leaf.counted
+        leaf.counted = 0
         if not lane.size:
             self._lanes.emptied(lane.tenant)
+
+    def opened(
+        self,
+        request: Hashable,
+        node: Node,
+        namespace: Namespace,
+        tokens: int,
+        following: Callable[[], bytes],
+    ) -> tuple[float, int] | None:
+        return self.first.opened(request, node, namespace, tokens, following)
+
+    def closed(self, request: Hashable, node: Node, row: npt.NDArray[Any], ended: Any) -> None:
+        self.first.closed(request, node, row, ended)
+
+    def forked(self, request: Hashable, fork: Hashable) -> None:
+        self.first.forked(request, fork)
+
+    def dropped(self, request: Hashable) -> None:
+        self.first.dropped(request)
+
+    def check(self) -> None:
+        self.first.check()
 
     # --- order -------------------------------------------------------------------------------
 
@@ -403,7 +402,7 @@ class Shares(EvictionPolicy):
 
     def _pop_of(self, lane: Lane) -> Entry | None:
         """Remove and return the next victim of a lane; None if its policy has none."""
-        entry = self._at_moment(lane).pop()
+        entry = lane.policy.pop()
         if entry is not None:
             lane.ages.remove(entry)
             self._length -= 1
@@ -421,9 +420,9 @@ class Shares(EvictionPolicy):
             return None
         return min(lanes, key=self._keep).policy.least()
 
-    def portion(self, entry: Entry) -> int:
+    def portion(self, entry: Entry, most: int) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""
-        most = self._lane_of(entry).policy.portion(entry)
+        most = self._lane_of(entry).policy.portion(entry, most)
         return min(most, max(self._spare, self._least))
 
     def put_back(self, entry: Entry) -> None:
@@ -442,7 +441,7 @@ class Shares(EvictionPolicy):
     def __len__(self) -> int:
         return self._length
 
-    def describe(self, entry: Entry) -> str:
+    def describe(self, entry: Entry, moment: int) -> str:
         """Return the rank of its tenant, and the description by its tenant's policy."""
         lane = self._lane_of(entry)
-        return f"of {lane.size} pages of its tenant, {lane.policy.describe(entry)}"
+        return f"of {lane.size} pages of its tenant, {lane.policy.describe(entry, moment)}"

@@ -7,25 +7,26 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.events import GroupsLost, GroupsStored, ResumePoint, frozen
+from kvkeep.core.events import Evicted, GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.groups.stored import Checkpoint, NodeCheckpoints, TreeRows, live_pages
-from kvkeep.core.groups.units import TreeUnits
-from kvkeep.core.prefix.node import descend, path_pages
-from kvkeep.core.prefix.results import joined
-from kvkeep.core.prefix.tree import TreeListener
+from kvkeep.core.groups.units import PinnedGroups, TreeUnits
+from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
+from kvkeep.core.pages.tables import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import numpy.typing as npt
 
+    from kvkeep.core.cache.pins import Pins
+    from kvkeep.core.events import CacheLock
     from kvkeep.core.groups.stored import CheckpointKind, Rows
     from kvkeep.core.groups.tables import SequenceGroups
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
-    from kvkeep.core.prefix.tree import RunTree
+    from kvkeep.core.prefix.tree import Tree
 
 __all__ = ["GroupBoard", "GroupCounters", "GroupStats", "check_groups"]
 
@@ -76,7 +77,7 @@ class GroupStats:
     rows_evicted: int
 
 
-class GroupBoard(TreeListener):
+class GroupBoard(TreeObserver):
     """Keeps rows and checkpoints beside the runs of a prefix tree.
 
     The tree decides which base pages are stored, and reports every change of its runs. What belongs
@@ -87,8 +88,16 @@ class GroupBoard(TreeListener):
     Thread safety: none; under the cache's lock. Paths are given as their base pages, in order.
     """
 
-    def __init__(self, layout: GroupLayout, pool: PagePool, tree: RunTree) -> None:
+    def __init__(
+        self, layout: GroupLayout, pool: PagePool, tree: Tree, lock: CacheLock, pins: Pins
+    ) -> None:
         self.layout = layout
+        self.pool = pool
+        self.lock = lock
+        self.reuse = True
+        """False: nothing is kept for later requests."""
+        self.covered = pins.covered
+        """The runs on paths with pins."""
         self._tree = tree
         self.units = TreeUnits(pool)
         self.order = self.units.order
@@ -97,29 +106,45 @@ class GroupBoard(TreeListener):
         self._ends = np.zeros(pool.num_pages, np.bool_)  # base pages at whose end checkpoints are
         self._nodes = np.full(pool.num_pages, None, object)  # by base page
         self.counters = GroupCounters()
-        self.journal = GroupJournal(layout)
+        self.journal = GroupJournal(layout, lock)
+        tree.observe(self)
+        pins.groups = PinnedGroups(self)
+
+    def available(self) -> int:
+        """Return how many pages `PagePool.take` can give."""
+        return self.pool.num_free + self._tree.num_evictable + self.units.idle
+
+    def report(self, sequence: int | None) -> None:
+        """Report rows and checkpoints that a sequence or a pin stored, and those replaced."""
+        stored = self.journal.take_stored(sequence)
+        if stored is not None:
+            self.lock.emit(stored)
+        lost = self.journal.take_lost()
+        if lost is not None and self.lock.hooks:
+            self.lock.emit(Evicted(frozen(EMPTY_PAGES), "replaced", lost))
 
     # --- what the tree reports -------------------------------------------------------------------
 
-    def stored(self, leaf: Node) -> None:
-        leaf.extra = NodeCheckpoints(leaf, self.stored_rows)
-        self._nodes[leaf.pages] = leaf
-
-    def grown(self, node: Node, pages: int) -> None:
+    def born(self, node: Node, pages: int) -> None:
+        if pages == node.size:
+            node.groups = NodeCheckpoints(node, self.stored_rows)
         self._nodes[node.pages[-pages:]] = node
 
     def split(self, upper: Node, lower: Node) -> None:
-        upper.extra = lower.extra.split(upper)
+        upper.groups = lower.groups.split(upper)
         self._nodes[upper.pages] = upper
 
-    def rejoined(self, upper: Node, lower: Node) -> None:
-        lower.extra.absorb(upper.extra)
-        upper.extra = None
+    def joined(self, upper: Node, lower: Node) -> None:
+        lower.groups.absorb(upper.groups)
+        upper.groups = None
         self._nodes[upper.pages] = lower
 
-    def trimming(self, leaf: Node, keep: int) -> None:
-        while leaf.extra.last > leaf.depth + keep:
-            self.remove(leaf.extra.all[-1])
+    def gone(self, leaf: Node, parent: Node) -> None:
+        self.trimmed(leaf, 0)
+
+    def trimmed(self, leaf: Node, keep: int) -> None:
+        while leaf.groups.last > leaf.depth + keep:
+            self.remove(leaf.groups.all[-1])
         gone = leaf.pages[keep:]
         for window, rows in enumerate(self.stored_rows.rows):
             firsts = rows[gone, 0]
@@ -221,7 +246,7 @@ class GroupBoard(TreeListener):
                 return None
         node: Node = self._nodes[path[-1]]
         checkpoint = Checkpoint(node, len(path), state, kind)
-        node.extra.add(checkpoint)
+        node.groups.add(checkpoint)
         self._ends[path[-1]] = True
         if state is not None:
             self.units.store(state)
@@ -248,7 +273,7 @@ class GroupBoard(TreeListener):
 
         It is counted as ``replaced``, or as evicted.
         """
-        checkpoint.node.extra.all.remove(checkpoint)
+        checkpoint.node.groups.all.remove(checkpoint)
         self._ends[checkpoint.base] = False
         checkpoint.stored = False
         self.order.discard(checkpoint)
@@ -277,9 +302,9 @@ class GroupBoard(TreeListener):
 
     def drop_idle(self, top: Node) -> None:
         """Drop checkpoints and rows of ``top`` and all nodes behind it that nothing uses."""
-        nodes = [node for node, _ in descend(top) if node.extra is not None]
+        nodes = [node for node, _ in descend(top) if node.groups is not None]
         for node in nodes:
-            for checkpoint in node.extra.all.copy():
+            for checkpoint in node.groups.all.copy():
                 if self.frees(checkpoint):
                     self.remove(checkpoint)
         for node in nodes:
@@ -353,15 +378,13 @@ class GroupBoard(TreeListener):
         """Return the checkpoint at the end of ``path``."""
         if not len(path) or not self._ends[path[-1]]:
             return None
-        checkpoint: Checkpoint | None = self._nodes[path[-1]].extra.at(len(path))
+        checkpoint: Checkpoint | None = self._nodes[path[-1]].groups.at(len(path))
         return checkpoint
 
     def _resized(self, nodes: Iterable[Node], pages: int) -> None:
         """Tell the owners of runs that ``pages`` more are kept of each of ``nodes``, or less."""
-        owners = self._tree.owners
-        if owners is not None:
-            for node in nodes:
-                owners.resized(node, pages)
+        for node in nodes:
+            self._tree.resized(node, pages)
 
     def stats(self) -> GroupStats:
         """Return the figures at this moment."""
@@ -391,7 +414,7 @@ class GroupBoard(TreeListener):
 
 def check_groups(
     board: GroupBoard,
-    tree: RunTree,
+    tree: Tree,
     sequences: Iterable[SequenceGroups],
     expected: npt.NDArray[np.int64],
 ) -> None:
@@ -403,7 +426,7 @@ def check_groups(
         for node, _ in descend(root):
             if node.parent is not None:
                 _check_node(board, node)
-                checkpoints += node.extra.all
+                checkpoints += node.groups.all
                 nodes.append(node)
     board.check(nodes, checkpoints)
     loose: set[int] = set()
@@ -432,7 +455,7 @@ def check_groups(
 
 
 def _check_node(board: GroupBoard, node: Node) -> None:
-    layout, checkpoints = board.layout, node.extra.all
+    layout, checkpoints = board.layout, node.groups.all
     pages = [each.page for each in checkpoints]
     assert pages == sorted(set(pages)), "two checkpoints at one position"
     for checkpoint in checkpoints:
@@ -462,15 +485,15 @@ def _check_needs(board: GroupBoard, checkpoints: Iterable[Checkpoint]) -> None:
 
 
 class GroupJournal:
-    """Collects changes of rows and checkpoints for the next event; nothing unless it is ``on``.
+    """Collects changes of rows and checkpoints for the next event; nothing without hooks.
 
     Thread safety: none; under the cache's lock.
     """
 
-    __slots__ = ("_freed", "_lost", "_lost_rows", "_size", "_stored", "_stored_rows", "on")
+    __slots__ = ("_freed", "_lock", "_lost", "_lost_rows", "_size", "_stored", "_stored_rows")
 
-    def __init__(self, layout: GroupLayout) -> None:
-        self.on = False
+    def __init__(self, layout: GroupLayout, lock: CacheLock) -> None:
+        self._lock = lock
         self._size = layout.page_size
         self._freed = 0
         self._stored: list[ResumePoint] = []
@@ -480,23 +503,23 @@ class GroupJournal:
 
     def stored_rows(self, window: int, bases: PageArray) -> None:
         """Note that rows of the base pages ``bases`` were stored."""
-        if self.on:
+        if self._lock.hooks:
             self._stored_rows[window].append(bases)
 
     def stored(self, checkpoint: Checkpoint) -> None:
         """Note that a checkpoint was stored."""
-        if self.on:
+        if self._lock.hooks:
             self._stored.append(self._point(checkpoint))
 
     def lost_rows(self, window: int, bases: PageArray, freed: int) -> None:
         """Note that rows of ``bases`` went, and ``freed`` pool pages with them."""
-        if self.on:
+        if self._lock.hooks:
             self._lost_rows[window].append(bases)
             self._freed += freed
 
     def lost(self, checkpoint: Checkpoint, freed: int) -> None:
         """Note that a checkpoint went, and ``freed`` pool pages with it."""
-        if self.on:
+        if self._lock.hooks:
             self._lost.append(self._point(checkpoint))
             self._freed += freed
 

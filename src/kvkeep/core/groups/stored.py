@@ -169,7 +169,7 @@ class Checkpoint:
 
 
 class NodeCheckpoints:
-    """The checkpoints inside a node or at its end, by position: `Node.extra`.
+    """The checkpoints inside a node or at its end, by position: `Node.groups`.
 
     Thread safety: none; under the cache's lock.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.groups.copies import GroupCopies, RowCopy, StateCopy
@@ -12,7 +12,6 @@ from kvkeep.core.groups.stored import live_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sized
-    from types import TracebackType
     from typing import Self
 
     from kvkeep.core.groups.board import GroupBoard
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.tables import PageArray
 
-__all__ = ["Mark", "PageSource", "SequenceGroups"]
+__all__ = ["Mark", "SequenceGroups"]
 
 
 class Mark:
@@ -60,39 +59,6 @@ class Mark:
         self.position = self.state = None
 
 
-class PageSource(Protocol):
-    """The core of a cache: its lock, and its pages, for which it evicts others if needed.
-
-    Without ``reuse``, nothing is kept for later requests.
-    """
-
-    reuse: bool
-
-    def __enter__(self) -> Any: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-    def take(self, count: int) -> PageArray:
-        """Allocate pages; `OutOfPages` changes nothing."""
-        ...
-
-    def available(self) -> int:
-        """Return how many pages `take` can give."""
-        ...
-
-    def has_free(self, count: int) -> bool:
-        """Whether so many pages are free without evicting any."""
-        ...
-
-    def report_groups(self, sequence: int | None) -> None:
-        """Report what was stored for a sequence, and what that replaced."""
-        ...
-
-
 class SequenceGroups:
     """What one sequence keeps besides its base pages: `Sequence.groups`.
 
@@ -121,14 +87,13 @@ class SequenceGroups:
     """
 
     __slots__ = (
-        "_board", "_checkpoints", "_closed", "_copies", "_mark", "_offered", "_pages", "_rows",
+        "_board", "_checkpoints", "_closed", "_copies", "_mark", "_offered", "_rows",
         "_size", "position", "row", "state",
     )  # fmt: skip
 
-    def __init__(self, board: GroupBoard, pages: PageSource) -> None:
+    def __init__(self, board: GroupBoard) -> None:
         layout = board.layout
         self._board = board
-        self._pages = pages
         self._size = layout.page_size
         self.position = 0
         self.row: Sized = ()
@@ -159,7 +124,7 @@ class SequenceGroups:
         Empty for a model without states, whose checkpoints need no stop, and in a cache without
         reuse.
         """
-        keeps = self.state is not None and self._pages.reuse
+        keeps = self.state is not None and self._board.reuse
         return self._checkpoints.plan.stops(self.position) if keeps else []
 
     def is_guess(self, position: int) -> bool:
@@ -173,7 +138,7 @@ class SequenceGroups:
         It is planned at the last position, up to token ``position``, at which one can be. Does
         nothing for a position that is computed already, or that is not in the prompt.
         """
-        with self._pages:
+        with self._board.lock:
             self._check_open("plan for")
             position = whole("the position to expect, in tokens,", position, 0)
             self._checkpoints.plan.branch(
@@ -184,7 +149,7 @@ class SequenceGroups:
 
     def copies(self) -> list[RowCopy | StateCopy]:
         """Return the copies to make, in this order, before the next pass; each is returned once."""
-        with self._pages:
+        with self._board.lock:
             self._check_open("take the copies of")
             return self._copies.take()
 
@@ -195,7 +160,7 @@ class SequenceGroups:
         Call `copies` afterwards. Raises `InvalidValue` unless ``stop`` is from `position` to the
         sequence's tokens, and `OutOfPages`; the freed rows stay free.
         """
-        with self._pages:
+        with self._board.lock:
             self._check_open("prepare a pass of")
             stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.row))
             self._check_made()
@@ -205,7 +170,9 @@ class SequenceGroups:
             rows.free(self.position if mark is None else min(self.position, mark))
             fresh = max(0, -(-stop // self._size) - rows.length)
             shared = rows.shared(self.position) if stop > self.position else []
-            pages = self._pages.take(fresh * sum(widths) + sum(widths[window] for window in shared))
+            pages = self._board.pool.take(
+                fresh * sum(widths) + sum(widths[window] for window in shared)
+            )
             at, offset = divmod(self.position, self._size)
             for window in shared:
                 row, pages = pages[: widths[window]], pages[widths[window] :]
@@ -221,7 +188,7 @@ class SequenceGroups:
         Raises `OutOfPages`; `InvalidValue` for a position that is computed already, or behind the
         sequence's tokens; and `IllegalStep` while a fork waits for a copy of the running state.
         """
-        with self._pages:
+        with self._board.lock:
             self._check_open("load KV for")
             name, last = "the position to load, in tokens,", len(self.row)
             position = whole(name, position, min(self.position + 1, last), last)
@@ -230,7 +197,7 @@ class SequenceGroups:
             if self._copies.forks_wait:
                 raise IllegalStep("a fork waits for the state; call copies() and make them first")
             self._copies.finish()
-            self._rows.replace(position, self._pages.take)
+            self._rows.replace(position, self._board.pool.take)
             self._copies.drop()
             self.position = position
 
@@ -245,7 +212,7 @@ class SequenceGroups:
             IllegalStep: the last pass ended elsewhere.
             InvalidValue: ``position`` is not a multiple of a page and of the state's grid.
         """
-        with self._pages:
+        with self._board.lock:
             self._check_open("keep a checkpoint of")
             self._check_made()
             layout = self._board.layout
@@ -260,7 +227,7 @@ class SequenceGroups:
                 raise InvalidValue(
                     f"a checkpoint at token {position}: it must be a multiple of {step}"
                 )
-            if self.state is None or not self._pages.reuse:
+            if self.state is None or not self._board.reuse:
                 return None
             page = position // self._size
             kind = self._checkpoints.plan.reached(page)
@@ -278,9 +245,9 @@ class SequenceGroups:
             return StateCopy(self.state, state)
 
     def _room(self, count: int, *, guess: bool) -> PageArray | None:
-        if not self._pages.has_free(count) and (guess or count > self._pages.available()):
+        if count > self._board.pool.num_free and (guess or count > self._board.available()):
             return None
-        return self._pages.take(count)
+        return self._board.pool.take(count)
 
     def mark(self) -> StateCopy | None:
         """Remember `position`, so that `Sequence.truncate` can go back to it.
@@ -289,18 +256,18 @@ class SequenceGroups:
         or `unmark`. Returns the copy of the state to make before the next pass; None without
         states. Raises `OutOfPages`.
         """
-        with self._pages:
+        with self._board.lock:
             self._check_open("mark a position of")
             self._check_made()
             state = self.state
-            self._mark.set(self.position, 0 if state is None else len(state), self._pages.take)
+            self._mark.set(self.position, 0 if state is None else len(state), self._board.pool.take)
             if state is None or self._mark.state is None:
                 return None
             return StateCopy(state, self._mark.state)
 
     def unmark(self) -> None:
         """Forget the position of `mark`; does nothing without one."""
-        with self._pages:
+        with self._board.lock:
             self._check_open("unmark a position of")
             self._mark.drop()
 
@@ -351,8 +318,8 @@ class SequenceGroups:
                 "cannot fork this sequence: copies for the next pass wait; make them and compute "
                 "the pass first"
             )
-        state = None if self.state is None else self._pages.take(len(self.state))
-        other = SequenceGroups(self._board, self._pages)
+        state = None if self.state is None else self._board.pool.take(len(self.state))
+        other = SequenceGroups(self._board)
         other.position, other._offered = self.position, self._offered
         other._rows = self._rows.fork(self.position)
         other._checkpoints.plan = self._checkpoints.plan.fork()
@@ -378,7 +345,7 @@ class SequenceGroups:
                 self._board.store(window, path[start : start + len(rows)], rows)
             self._offered = stop
         self._checkpoints.publish(path[:stop], states=self.state is not None)
-        self._pages.report_groups(sequence)
+        self._board.report(sequence)
 
     def rewind(self, length: int, path: PageArray) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
@@ -632,5 +599,5 @@ class SequenceCheckpoints:
         self.last = checkpoint
         if before is not None and before.stored and not before.branches:
             self._board.extended(before, checkpoint)
-            if not states and not before.node.covered:
+            if not states and before.node not in self._board.covered:
                 self._board.remove(before, replaced=True)

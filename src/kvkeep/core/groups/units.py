@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
     from kvkeep.core.groups.board import GroupBoard
     from kvkeep.core.groups.stored import Checkpoint, Rows
-    from kvkeep.core.groups.tables import PageSource
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node
-    from kvkeep.core.prefix.tree import RunTree
+    from kvkeep.core.prefix.tree import Tree
 
 __all__ = ["PinnedGroups", "TreeUnits", "make_room"]
 
@@ -261,7 +260,6 @@ class CheckpointOrder:
 
     def check(self, is_idle: Callable[[PageArray], bool]) -> None:
         """Assert that those set aside are under pins, or in use."""
-        assert all(one.node.covered for one in self._pinned), "set aside without a pin"
         for page, one in self._used.items():
             assert one.state is not None
             assert page == one.state[0]
@@ -274,16 +272,15 @@ class PinnedGroups:
     Thread safety: `resumable` takes the cache's lock; the others are called under it.
     """
 
-    __slots__ = ("_board", "_pages")
+    __slots__ = ("_board",)
 
-    def __init__(self, board: GroupBoard, pages: PageSource) -> None:
+    def __init__(self, board: GroupBoard) -> None:
         self._board = board
-        self._pages = pages
 
     def keep(self, node: Node) -> SequenceGroups:
         """Return references to what resuming on the path to ``node`` needs, for a hard pin."""
         board = self._board
-        kept = SequenceGroups(board, self._pages)
+        kept = SequenceGroups(board)
         path = path_pages(node, 0, node.end)
         page, checkpoint = board.resume(path)
         kept.hold(path[:page], checkpoint)
@@ -310,19 +307,19 @@ class PinnedGroups:
     def unpinned(self, node: Node) -> None:
         """Let checkpoints go again that a pin at ``node``, which ended, kept."""
         above: Node | None = node
-        while above is not None and above.parent is not None and not above.covered:
-            self._board.order.unpinned(above.extra.all)
+        while above is not None and above.parent is not None and above not in self._board.covered:
+            self._board.order.unpinned(above.groups.all)
             above = above.parent
 
     def resumable(self, node: Node) -> int:
         """Return the last position on the path to ``node`` where a request can resume, in pages."""
-        with self._pages:
+        with self._board.lock:
             return self._board.resume(path_pages(node, 0, node.end))[0] if node.in_tree else 0
 
 
 def make_room(
     board: GroupBoard,
-    tree: RunTree,
+    tree: Tree,
     pool: PagePool,
     count: int,
     forget: Callable[[PageArray], None],
@@ -349,12 +346,12 @@ def make_room(
         if pages is None and _remove(board, board.order.late()):
             continue
         if pages is None:
-            pages = tree.evict_pinned_leaf(choose)
+            pages = tree.evict_leaf(choose, pinned=True)
         if pages is not None:
             if len(pages):
                 forget(pages)
             if board.layout.state is not None and evicted:
-                _evict_behind(tree, evicted[0], forget)
+                _evict_behind(board, tree, evicted[0], forget)
             continue
         if not _remove(board, board.order.pinned(), pinned=True):
             break
@@ -370,22 +367,24 @@ def _tail(board: GroupBoard, most: int, parents: list[Node], leaf: Node, portion
     """
     assert leaf.parent is not None
     parents.append(leaf.parent)
-    if leaf.extra.last == leaf.end:
-        board.remove(leaf.extra.all[-1])
-    behind: int = leaf.end - leaf.extra.last
+    if leaf.groups.last == leaf.end:
+        board.remove(leaf.groups.all[-1])
+    behind: int = leaf.end - leaf.groups.last
     return behind if board.layout.state is not None else min(behind, most, portion)
 
 
-def _evict_behind(tree: RunTree, node: Node | None, forget: Callable[[PageArray], None]) -> None:
+def _evict_behind(
+    board: GroupBoard, tree: Tree, node: Node | None, forget: Callable[[PageArray], None]
+) -> None:
     """Evict what ``node`` and the runs before it have behind their last checkpoints.
 
     As long as they are leaves that nothing holds or pins. A policy may find such a run worth
     keeping, as many requests used it, but none can any more: they would need a state.
     """
     while node is not None and node.parent is not None:
-        if node.children or node.holders or node.covered:
+        if node.children or node.holders or node in board.covered:
             return
-        behind = node.end - node.extra.last
+        behind = node.end - node.groups.last
         if not behind:
             return
         parent = node.parent if behind == node.size else None
@@ -402,7 +401,7 @@ def _remove(board: GroupBoard, order: Iterator[Checkpoint], *, pinned: bool = Fa
     used: list[Checkpoint] = []
     found = None
     for checkpoint in order:
-        if checkpoint.node.covered and not pinned:
+        if checkpoint.node in board.covered and not pinned:
             covered.append(checkpoint)
         elif board.frees(checkpoint):
             found = checkpoint

@@ -9,6 +9,8 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue, OutOfPages, whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from kvkeep.core.pages.tables import PageArray
@@ -37,8 +39,12 @@ class PagePool:
     pages. Thread safety: none; the cache that owns the pool holds its lock.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(
+        self, num_pages: int, make_room: Callable[[int], None] = lambda _count: None
+    ) -> None:
+        """``make_room(count)`` makes ``count`` pages free if it can, for `take`."""
         self.num_pages = whole("num_pages", num_pages, 1, 2**31 - 1)
+        self._make_room = make_room
         self.references = np.zeros(self.num_pages, np.int32)
         # A ring: the free pages are the num_free entries from _head on, oldest first.
         self._ring = np.arange(self.num_pages, dtype=np.int32)
@@ -52,6 +58,12 @@ class PagePool:
     def num_used(self) -> int:
         """Pages with references."""
         return self.num_pages - self.num_free
+
+    def take(self, count: int) -> PageArray:
+        """Take ``count`` pages as `allocate` does, after making room for them if need be."""
+        if count > self.num_free:
+            self._make_room(count)
+        return self.allocate(count)
 
     def allocate(self, count: int) -> PageArray:
         """Take ``count`` free pages, each with one reference; all or nothing."""

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
     PageArray = npt.NDArray[np.int32]
 
-__all__ = ["GrowingArray", "PageCopy", "PageTables", "page_tables"]
+__all__ = ["EMPTY_PAGES", "GrowingArray", "PageCopy", "PageTables", "joined", "page_tables"]
+
+EMPTY_PAGES: PageArray = np.empty(0, np.int32)
+EMPTY_PAGES.flags.writeable = False
+
+
+def joined(parts: list[PageArray]) -> PageArray:
+    """Return one array of all page ids; a single part is returned as it is, not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else EMPTY_PAGES
 
 
 class PageCopy(NamedTuple):

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
-from kvkeep.core.prefix.base import Encoder, PrefixIndex
+from kvkeep.core.prefix.tree import Encoder, Tree
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from kvkeep.core.eviction import EvictionPolicy
+    from collections.abc import Callable
+
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.marks import Marks
+    from kvkeep.core.prefix.policy import EvictionPolicy
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["ChainIndex"]
 
 
-class ChainIndex(PrefixIndex):
+class ChainIndex(Tree):
     """Compares the 32-byte block keys of `kvkeep.core.keys`: stores no tokens, matches full pages.
 
     A key covers all tokens before it, so equal keys are equal prefixes.
 
     Memory: 32 bytes and 4 a page, and about 600 bytes a run; for paths that are kept joined
-    (`kvkeep.core.prefix.tree`) up to 72 bytes a page more. Cost: hashing, 0.4 µs a page once per
+    (`kvkeep.core.prefix.trails`) up to 72 bytes a page more. Cost: hashing, 0.4 µs a page once per
     sequence, then a lookup at memory speed.
     """
 
     name = "chain"
-    exact = False
 
-    def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
-        super().__init__(page_size, policy, unit=KEY_BYTES)
+    def __init__(
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(page_size, policy, unit=KEY_BYTES, exact=False, clock=clock)
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder that computes each key of its sequence once."""
@@ -39,6 +46,8 @@ class ChainIndex(PrefixIndex):
 
 
 class _KeyEncoder(Encoder):
+    __slots__ = ("_keys", "_marks", "_page_size", "_root")
+
     def __init__(self, root: bytes, page_size: int, keys: list[bytes], marks: Marks) -> None:
         self._root = root
         self._page_size = page_size

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.extras import Extra, by_position
+from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,6 +115,10 @@ class Marks:
             tokens[position] = mark.token
             extras += [Extra(position, digest) for digest in mark.digests]
         return tokens, tuple(extras)
+
+    def plain_bytes(self, symbols: bytes) -> bytes:
+        """Return the symbols of tokens as they are without their extras."""
+        return self.plain(np.frombuffer(symbols, TOKEN_DTYPE))[0].tobytes()
 
     # --- uses --------------------------------------------------------------------------------
 

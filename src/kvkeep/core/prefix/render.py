@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvkeep.core.errors import require, whole
+from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -12,13 +15,62 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from kvkeep.core.prefix.results import PrefixRun
+    from kvkeep.core.extras import Extras
+    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.prefix.marks import Marks
+    from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["draw"]
+__all__ = ["PrefixRun", "draw"]
 
 _SHOWN_PAGES = 3
 _SHOWN_POINTS = 4
+
+
+class PrefixRun(NamedTuple):
+    """One run of the tree, as `PagedCache.runs` lists it."""
+
+    depth: int
+    """Runs before it on its path."""
+    start: int
+    """Pages before it on its path."""
+    pages: PageArray
+    symbols: bytes
+    """The symbols that the index compares: int32 tokens and marks, or 32-byte keys."""
+    tokens: TokenArray | None
+    """Its tokens; None for an index that stores keys."""
+    children: int
+    holders: int
+    pins: int
+    """Soft pins at its end."""
+    state: str
+    """How the eviction policy ranks it, in words."""
+    extras: Extras = ()
+    """Extras of its tokens; positions count from its first token."""
+    points: tuple[int, ...] = ()
+    """Pages of its path behind which requests can resume, of a cache with groups of layers."""
+
+    @classmethod
+    def of(cls, node: Node, depth: int, state: str, marks: Marks | None) -> PrefixRun:
+        """Describe ``node``, ranked as ``state`` says; ``marks`` is None for keys."""
+        symbols = bytes(node.run)
+        tokens: TokenArray | None = None
+        extras: Extras = ()
+        if marks is not None:
+            tokens, extras = marks.plain(np.frombuffer(symbols, TOKEN_DTYPE))
+        return cls(
+            depth=depth,
+            start=node.depth,
+            pages=node.pages.copy(),
+            symbols=symbols,
+            tokens=tokens,
+            children=len(node.children),
+            holders=node.holders,
+            pins=node.pins,
+            state=state,
+            extras=extras,
+            points=node.points,
+        )
 
 
 def draw(

@@ -1,4 +1,4 @@
-"""`RunTree`: a radix tree whose edges are runs of pages, and which of them may be evicted.
+"""`Tree`: a radix tree whose edges are runs of pages: the longest cached prefix of a prompt.
 
 The tree compares *symbols*, a fixed number of bytes per page: the page's tokens (`RadixIndex`) or
 its 32-byte block key (`ChainIndex`). A run is one `bytes`, so following an edge costs one
@@ -11,122 +11,160 @@ Three decisions make eviction cheap:
 
 - A hold is counted on its node and upwards only to the first ancestor that is held already. So
   a node with ``holders == 0`` can be evicted, and no path is walked twice.
-- Only leaves without holders are in the eviction policy; evicting one makes its parent the next
-  candidate. So tails are evicted first, and nothing is ever searched.
-- A use is recorded where it ends, and passed to the parent when a child is evicted
-  (`EvictionPolicy.inherit`). So a use of a long path does not walk it.
+- Only leaves without holders are candidates; evicting one makes its parent the next. So tails are
+  evicted first, and nothing is ever searched.
+- A use is recorded where it ends, and passed to the parent when a child is evicted. So a use of a
+  long path does not walk it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Final, cast
+import time
+from abc import abstractmethod
+from collections import Counter
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction.hints import Hinted
-from kvkeep.core.eviction.queues import AgeQueue
-from kvkeep.core.prefix.heads import Heads, common_bytes, stored_bytes
-from kvkeep.core.prefix.node import Node, Root
-from kvkeep.core.prefix.owners import Owners
-from kvkeep.core.prefix.pinned import Pins
-from kvkeep.core.prefix.results import EMPTY_PAGES, PrefixMatch, joined
-from kvkeep.core.prefix.waits import Waits
+import numpy as np
+
+from kvkeep.core.pages.tables import joined
+from kvkeep.core.prefix.marks import Marks
+from kvkeep.core.prefix.node import Node, Root, TreeObserver, descend
+from kvkeep.core.prefix.policy import AgeQueue
+from kvkeep.core.prefix.trails import Heads, PrefixMatch, Trails, common_head, stored_bytes
 from kvkeep.core.public import public_namespace
+from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix.owners import Owner
-    from kvkeep.core.returns import Returns
+    from kvkeep.core.prefix.policy import EvictionPolicy
+    from kvkeep.core.tokens import TokenArray
 
-__all__ = ["RunTrail", "RunTree", "Trails", "TreeListener", "tops"]
-
-_STEPS: Final = 8
-"""A walk of so many steps joins its path. A step takes about as long as 4 KiB of comparison."""
-
-_SINGLE: Final = 8  # runs of a trail that a walk follows one by one before it looks for its place
-_MOST_MOVED: Final = 64  # nodes, for each step of a walk that takes fronts of trails over
-_end = attrgetter("end")
-
-
-class TreeListener:
-    """Base class of what keeps data beside the pages of nodes; every method does nothing.
-
-    Called in the middle of an operation and under the cache's lock: it must not change the tree.
-    """
-
-    def stored(self, leaf: Node) -> None:
-        """``leaf``, a new node, is in the tree."""
-
-    def grown(self, node: Node, pages: int) -> None:
-        """``node`` got ``pages`` more at its end."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """``upper``, a new node, took the first pages of ``lower``."""
-
-    def rejoined(self, upper: Node, lower: Node) -> None:
-        """``lower`` took back the pages of ``upper``, which is gone."""
-
-    def trimming(self, leaf: Node, keep: int) -> None:
-        """``leaf`` is about to lose its pages behind the first ``keep``; at 0 it goes itself."""
-
+__all__ = ["Encoder", "Inserted", "Tree"]
 
 _GROW_PAGES = 128
-
-
 """A leaf shorter than this grows in place when its only holder publishes more. So a conversation or
 a long decode becomes a few long runs, not one per publish, and no publish copies more than this."""
 
 
-class RunTree:
-    """Nodes, their holders, and the leaves that may be evicted.
+class Encoder:
+    """Turns the tokens of one sequence into the symbols that a tree compares.
 
-    ``unit`` is the number of symbol bytes per page. ``ordered`` keeps the keys of siblings in
-    order (`Heads`), for an index that matches parts of pages.
-
-    Thread safety: none; used under the cache's lock.
+    Tokens with extras are given as marks, negative ids of the tree's `Marks`. An encoder may
+    cache the symbols of leading pages, so `cut` must be called when their tokens change.
     """
 
-    def __init__(self, policy: EvictionPolicy, unit: int, *, ordered: bool) -> None:
-        if policy.taken:
-            raise InvalidValue(f"{policy!r} serves another cache; make a policy for each")
-        policy.taken = True
+    __slots__ = ()
+
+    @abstractmethod
+    def lookup(self, tokens: TokenArray) -> bytes | memoryview:
+        """Return the symbols to match for a prompt of these tokens, maybe in their own memory."""
+
+    @abstractmethod
+    def pages(self, tokens: TokenArray, start: int, stop: int) -> bytes:
+        """Return the symbols of the full pages ``start`` … ``stop`` of these tokens."""
+
+    def cut(self, pages: int) -> None:
+        """Forget all but the first ``pages`` pages: later tokens may differ from now on."""
+
+    def fork(self) -> Encoder:
+        """Return an encoder for a sequence that has the same tokens so far."""
+        return self
+
+
+class Inserted(NamedTuple):
+    """The result of an insert."""
+
+    hold: Node
+    """The hold, moved to the end of the inserted pages."""
+    existing: PageArray
+    """Stored pages, int32, that replace the first of the given pages: same tokens, older."""
+
+
+class Tree:
+    """Finds the longest cached prefix of a prompt, and evicts what nothing holds.
+
+    The tree holds page ids and never touches tensors or reference counts: its owner retains the
+    pages it stores and releases those that `evict`, `drop`, `clear` and `evict_below` return. A
+    page is stored only while all pages before it are. Namespaces share nothing.
+
+    A **hold** on the end of a path protects the path from eviction. `hold` and `again` give one,
+    `insert` and `move` move it, `release` and `drop` end it.
+
+    Candidates for eviction are in one of four queues, evicted in this order: runs of users who are
+    gone (`Node.died`), those that the policy orders, those whose user is expected back
+    (`Node.due`), and those under soft pins (`Node.spot`).
+
+    Thread safety: none; used under the cache's lock.
+
+    Args:
+        page_size: tokens of a page.
+        policy: orders the candidates of this tree alone.
+        unit: bytes of symbols per page.
+        exact: symbols are tokens: a page can match in part, and tokens can be read back.
+        clock: gives seconds, for the policy.
+
+    Attributes:
+        roots: by namespace.
+        num_pages: pages stored.
+        num_evictable: pages without holds; those under soft pins count.
+        moment: the number of events so far, the clock of `Node.last_used`.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        *,
+        unit: int,
+        exact: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.page_size = page_size
         self.policy = policy
         self.unit = unit
+        self.exact = exact
+        self.marks = Marks()
+        """The marks that stand for tokens with extras."""
         self.roots: dict[Namespace, Root] = {}
         self.num_pages = 0
         self.num_evictable = 0
-        """Pages of nodes without holders."""
-        self.pins = Pins()
-        self.owners: Owners | None = None
-        self.waits: Waits | None = None
-        """Where conversations wait; None if the policy does not order by that."""
-        self.pinned_leaves = AgeQueue[float]()
-        """Leaves without holders that have soft pins: evicted after all that the policy orders."""
-        self.ordered = ordered
-        self.listener: TreeListener | None = None
+        self.moment = 0
         self.trails = Trails(unit)
         self._serial = 0  # of the newest node
+        self._dead = AgeQueue[float]()
+        self._awaited = AgeQueue[tuple[float, float]]()
+        self._pinned = AgeQueue[float]()
+        # Methods of observers, by event:
+        self._born: list[Callable[[Node, int], None]] = []
+        self._split: list[Callable[[Node, Node], None]] = []
+        self._joined: list[Callable[[Node, Node], None]] = []
+        self._used: list[Callable[[Node, Any], None]] = []
+        self._trimmed: list[Callable[[Node, int], None]] = []
+        self._gone: list[Callable[[Node, Node], None]] = []
+        self._resized: list[Callable[[Node, int], None]] = []
+        policy.attach(self, clock)
+        self.observe(policy)
 
-    def keep_owners(self) -> Owners:
-        """Start to record owners; pages stored before count as shared."""
-        if self.owners is None:
-            if not isinstance(self.policy, Hinted):
-                self.policy = Hinted(self.policy)
-            self.owners = Owners(self.policy)
-        return self.owners
+    def encoder(self, namespace: Namespace) -> Encoder:
+        """Return an encoder for a new sequence in ``namespace``."""
+        raise NotImplementedError
 
-    def keep_waits(self, returns: Returns, clock: Callable[[], float], page_size: int) -> Waits:
-        """Start to record where conversations wait, by a clock in seconds."""
-        if self.waits is None:
-            self.waits = Waits(self, returns, clock, page_size)
-            self.policy.attend(returns, clock)
-        return self.waits
+    def observe(self, observer: TreeObserver) -> None:
+        """Tell ``observer`` of every change from now on."""
+        for name in ("born", "split", "joined", "used", "trimmed", "gone", "resized"):
+            if getattr(type(observer), name) is not getattr(TreeObserver, name):
+                getattr(self, f"_{name}").append(getattr(observer, name))
+
+    def resized(self, node: Node, pages: int) -> None:
+        """Tell observers that ``pages`` more are kept beside those of ``node``, or less."""
+        for tell in self._resized:
+            tell(node, pages)
 
     def root(self, namespace: Namespace) -> Root:
         """Return the root of a namespace, made if there is none."""
@@ -136,16 +174,121 @@ class RunTree:
             root = self.roots[namespace] = Root(namespace, self._serial)
         return root
 
-    def remove_if_empty(self, root: Node) -> None:
+    def _remove_if_empty(self, root: Node) -> None:
         """Remove a root without children and holders."""
-        assert isinstance(root, Root)
         if not root.children and not root.holders:
             del self.roots[root.namespace]
 
-    # --- holders and candidates for eviction -------------------------------------------------
+    # --- matching ----------------------------------------------------------------------------
 
-    def hold(self, node: Node) -> None:
-        """Protect the path to ``node``. Cost: up to the first ancestor that is held already."""
+    def match(self, symbols: bytes | memoryview, namespace: Namespace) -> PrefixMatch | None:
+        """Return the longest cached prefix; None if nothing is stored in ``namespace``.
+
+        ``symbols`` are bytes, which are not kept. Changes nothing that is stored. Cost: that of
+        `Trails.follow`.
+        """
+        root = self.roots.get(namespace)
+        if root is None:
+            return None
+        match = self.trails.follow(root, symbols)
+        if not self.exact:
+            return match
+        end = match.end
+        if match.taken < end.size:
+            tokens = match.more // TOKEN_BYTES
+            if tokens:
+                match.partial_page = int(end.pages[match.taken])
+                match.partial_tokens = tokens
+                match.source = end
+        elif end.children:
+            size = len(match.pages) * self.unit
+            if size < len(symbols):
+                self._match_head(bytes(symbols[size : size + self.unit]), match)
+        return match
+
+    def _match_head(self, head: bytes, match: PrefixMatch) -> None:
+        """Add the partial page: the first page of the child that shares most with ``head``."""
+        node = match.end
+        if node.heads is None:
+            (key,) = node.children
+            nearest: tuple[bytes, int] | None = key, common_head(head, key)
+        else:
+            nearest = node.heads.closest(head, node.children)
+        if nearest is not None and nearest[1] >= TOKEN_BYTES:
+            match.source = node.children[nearest[0]]
+            match.partial_page = int(match.source.pages[0])
+            match.partial_tokens = nearest[1] // TOKEN_BYTES
+
+    # --- holding -----------------------------------------------------------------------------
+
+    def protects(self, match: PrefixMatch | None) -> int:
+        """Return how many evictable pages a `hold` of this match would make unevictable.
+
+        Cost: up to the first held ancestor.
+        """
+        if match is None:
+            return 0
+        count = 0
+        if match.source is not None and not match.source.holders:
+            count = 1  # the partial page
+        end = held = match.end
+        while not held.holders and held.parent is not None:
+            held = held.parent
+        if held is not end:
+            count += end.depth + match.taken - held.end  # hold() splits the last run there
+        return count
+
+    def hold(
+        self,
+        match: PrefixMatch | None,
+        namespace: Namespace,
+        *,
+        used: bool = True,
+        owner: Any = None,
+    ) -> tuple[Node, Node | None]:
+        """Hold the full pages of a match, and its partial page if it has one.
+
+        Return both holds. ``used`` counts as a hit on the full pages, by the user ``owner``. For
+        None, the hold is on the empty prefix of ``namespace``.
+        """
+        if match is None:
+            root = self.root(namespace)
+            root.holders += 1
+            return root, None
+        end = match.end
+        if match.taken < end.size:
+            end = self.split(end, match.taken)
+        self._protect(end)
+        if used:
+            self.hit(end, owner)
+        source = match.source
+        if source is not None:
+            if source.size > 1:  # protect one page only: the rest of the run stays evictable
+                source = self.split(source, 1)
+            self._protect(source)
+        return end, source
+
+    def hit(self, node: Node, owner: Any = None) -> None:
+        """Count a request that reuses the path of ``node``, which is no candidate."""
+        self.moment += 1
+        node.last_used = self.moment
+        if node.end:  # nothing is reused of a root
+            node.hits += 1
+        for tell in self._used:
+            tell(node, owner)
+
+    def touch(self, node: Node) -> None:
+        """Count a use of the path of ``node`` without a request."""
+        queued = self.is_candidate(node)
+        if queued:
+            self.dequeue(node)
+        self.moment += 1
+        node.last_used = self.moment
+        if queued:
+            self.enqueue(node)
+
+    def _protect(self, node: Node) -> None:
+        """Add a hold. Cost: up to the first ancestor that is held already."""
         held = node
         while not held.holders and held.parent is not None:
             held.holders = 1
@@ -156,219 +299,278 @@ class RunTree:
             if not node.children:
                 self.dequeue(node)
 
-    def release(self, node: Node) -> None:
-        """End one hold on ``node``. Cost: up to the first ancestor that is held by others."""
-        held = node
+    def again(self, hold: Node) -> Node:
+        """Return a second hold on the same path, for a fork."""
+        hold.holders += 1
+        return hold
+
+    def release(self, hold: Node, *, used: bool = True) -> None:
+        """End a hold; ``used`` counts as a use of its path.
+
+        After an unused hold, a run that was split for it may be joined again. Cost: up to the
+        first ancestor that is held by others.
+        """
+        if used:
+            self.moment += 1
+            hold.last_used = self.moment
+        held = hold
         while held.holders == 1 and held.parent is not None:
             held.holders = 0
             held = held.parent
         assert held.holders > 0, "released more often than held"
         held.holders -= 1
-        if held is not node:
-            self.num_evictable += node.end - held.end
-            if not node.children:
-                self.enqueue(node)
+        if held is not hold:
+            self.num_evictable += hold.end - held.end
+            if not hold.children:
+                self.enqueue(hold)
         if not held.holders:
-            self.remove_if_empty(held)
+            self._remove_if_empty(held)
+        if not used and len(hold.children) == 1:
+            self._join(hold)
+
+    def move(self, hold: Node, path: Node, pages: int) -> Node:
+        """Move a hold to the first ``pages`` pages of the path to ``path``; return it.
+
+        One of the two paths begins with the other.
+        """
+        node = path
+        while node.parent is not None and node.parent.end >= pages:
+            node = node.parent
+        if node.end > pages:
+            node = self.split(node, pages - (node.end - node.size))
+        return self._moved(hold, node)
+
+    def _moved(self, hold: Node, node: Node) -> Node:
+        """Move one hold from ``hold`` to ``node``; the move is no use of either."""
+        if node is not hold:
+            self._protect(node)
+            self.release(hold, used=False)
+        return node
+
+    # --- candidates ----------------------------------------------------------------------------
+
+    @staticmethod
+    def is_candidate(node: Node) -> bool:
+        """Whether ``node`` is in a queue: a leaf without holders."""
+        return not node.children and not node.holders and node.parent is not None
 
     def enqueue(self, leaf: Node) -> None:
-        """Make a leaf without holders a candidate for eviction."""
-        if leaf.pins:
-            self.pinned_leaves.push(leaf, leaf.last_used)
+        """Make a leaf without holders a candidate."""
+        if leaf.spot is not None:
+            self._pinned.push(leaf, leaf.last_used)
+        elif leaf.died:
+            self._dead.push(leaf, leaf.died)
+        elif leaf.due is not None:
+            self._awaited.push(leaf, (-leaf.due, leaf.last_used))  # the latest return goes first
         else:
             self.policy.add(leaf)
 
     def dequeue(self, leaf: Node) -> None:
-        """Undo `enqueue`; call it before the leaf's pins change."""
-        if leaf.pins:
-            self.pinned_leaves.remove(leaf)
+        """Undo `enqueue`; call it before the leaf's pins or hints change."""
+        if leaf.spot is not None:
+            self._pinned.remove(leaf)
+        elif leaf.died:
+            self._dead.remove(leaf)
+        elif leaf.due is not None:
+            self._awaited.remove(leaf)
         else:
             self.policy.discard(leaf)
 
-    # --- storing -----------------------------------------------------------------------------
+    def _put_back(self, leaf: Node) -> None:
+        """Make the victim, which lost only its tail, the next one of its queue."""
+        if leaf.spot is not None or leaf.died or leaf.due is not None:
+            self.enqueue(leaf)  # it is the oldest, so it comes first again
+        else:
+            self.policy.put_back(leaf)
 
-    def append(
+    def _next(self) -> Node | None:
+        """Remove and return the next victim that is under no pin; None without any."""
+        leaf = self._dead.pop() or self.policy.pop() or self._awaited.pop()
+        return cast("Node | None", leaf)
+
+    # --- storing -------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        hold: Node,
+        symbols: bytes,
+        pages: PageArray,
+        priority: int,
+        *,
+        owner: Any = None,
+        namespace: Namespace | None = None,
+    ) -> Inserted:
+        """Store ``pages`` after the path of ``hold`` and move the hold to their end.
+
+        ``owner`` is the user they are stored for, None for an unnamed one; ``namespace`` is
+        theirs, if not the path's.
+        """
+        assert len(symbols) == len(pages) * self.unit
+        match = self.trails.follow(hold, symbols)
+        existing = match.pages
+        count = len(existing)
+        node = match.end if match.taken == match.end.size else self.split(match.end, match.taken)
+        if count or owner is None:
+            for tell in self._used:
+                tell(node, owner)
+        if count < len(pages):
+            new = symbols[count * self.unit :], pages[count:]
+            self.num_pages += len(pages) - count
+            if node is hold and self._may_grow(node, owner, namespace):
+                node.grow(*new)
+                self._stored(node, len(new[1]))
+            else:
+                node = self._append(node, *new, priority, owner=owner, namespace=namespace)
+        self._moved(hold, node)
+        node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
+        return Inserted(node, existing)
+
+    def _may_grow(self, node: Node, owner: Any, namespace: Namespace | None) -> bool:
+        """Whether a run, held by the publisher of pages behind it, is to take these."""
+        return (
+            node.holders == 1
+            and not node.children
+            and node.size < _GROW_PAGES
+            and not node.pins
+            and node.parent is not None
+            and node.owner is owner
+            and (namespace is None or namespace == node.namespace)
+        )
+
+    def _stored(self, node: Node, pages: int) -> None:
+        self.moment += 1
+        node.last_used = self.moment
+        for tell in self._born:
+            tell(node, pages)
+
+    def _append(
         self,
         node: Node,
         symbols: bytes,
         pages: PageArray,
         priority: int,
         *,
-        owner: Owner | None,
-        publisher: Node,
-        namespace: Namespace | None = None,
+        owner: Any,
+        namespace: Namespace | None,
     ) -> Node:
-        """Store pages behind ``node`` and return the node in which they end.
-
-        They extend ``node`` itself if only the ``publisher``'s hold protects it and it is short.
-        ``namespace`` is whose they are, by default that of ``node``.
-        """
-        self.num_pages += len(pages)
-        if (
-            node is publisher
-            and node.holders == 1
-            and not node.children
-            and not node.pins
-            and node.parent is not None
-            and node.size < _GROW_PAGES
-            and node.owner is owner
-            and (namespace is None or namespace == node.namespace)
-        ):
-            node.grow(symbols, pages)
-            if self.owners is not None:
-                self.owners.resized(node, len(pages))
-            if self.listener is not None:
-                self.listener.grown(node, len(pages))
-            self.policy.grown(node)
-            return node
-        if not node.children and not node.holders and node.parent is not None:
+        """Store pages behind ``node`` as a new leaf; return it."""
+        if self.is_candidate(node):
             self.dequeue(node)
         self._serial += 1
         leaf = Node(node, symbols, pages.copy(), self.unit, self._serial)
+        leaf.priority = priority
+        leaf.owner = owner
         if namespace is not None:
             leaf.namespace = namespace
-        self._attach(node, leaf)
-        if self.listener is not None:
-            self.listener.stored(leaf)
-        self.policy.stored(leaf, priority)
+        children = node.children
+        children[leaf.key] = leaf
+        if self.exact and len(children) > 1:
+            if node.heads is None:
+                node.heads = Heads()
+                for key in children:
+                    node.heads.add(key, children)
+            else:
+                node.heads.add(leaf.key, children)
         self.num_evictable += leaf.size
-        if owner is not None:
-            assert self.owners is not None
-            self.owners.born(leaf, owner)
+        self._stored(leaf, leaf.size)
         self.enqueue(leaf)
         return leaf
-
-    def _attach(self, node: Node, child: Node) -> None:
-        node.children[child.key] = child
-        if not self.ordered or len(node.children) < 2:
-            return
-        if node.heads is None:
-            node.heads = Heads()
-            for key in node.children:
-                node.heads.add(key, node.children)
-        else:
-            node.heads.add(child.key, node.children)
 
     def split(self, node: Node, at: int) -> Node:
         """Cut a run before its page ``at``; return the new front, ``node`` remains the end."""
         assert 0 < at < node.size
-        parent = node.parent
-        assert parent is not None
-        # The queue of pinned leaves orders by last use alone, so a pinned leaf keeps its place.
-        requeued = self.policy.sized and not (node.children or node.holders or node.pins)
-        if requeued:
-            self.dequeue(node)
         self._serial += 1
         front = bytes(node.run[: at * self.unit])
-        upper = Node(parent, front, node.pages[:at].copy(), self.unit, self._serial)
-        upper.namespace = node.namespace
-        self.policy.split(upper, node)
-        if node.covered:
-            self.pins.split(upper, node)
+        upper = Node(node.parent, front, node.pages[:at].copy(), self.unit, self._serial)
+        upper.namespace, upper.owner = node.namespace, node.owner
+        upper.last_used, upper.priority = node.last_used, node.priority
+        upper.died, upper.due = node.died, node.due
         upper.holders = 1 if node.holders else 0
         node.cut_off(upper, self.unit)
-        if self.owners is not None:
-            self.owners.split(upper, node)
-        if self.listener is not None:
-            self.listener.split(upper, node)
-        if requeued:
-            self.enqueue(node)
+        for tell in self._split:
+            tell(upper, node)
         return upper
 
-    def rejoin(self, upper: Node) -> None:
+    def _join(self, upper: Node) -> None:
         """Undo a split that was made for a hold, which ended without a use.
 
         Without this, most prompts that share a first token by chance would leave two runs each.
-        Runs are joined only where nothing distinguishes them: no hold, pin, use or owner of the
-        front alone. A longer run than `_GROW_PAGES` stays cut, to bound the bytes copied.
+        Runs are joined only where nothing distinguishes them: no hold, pin, hit, wait or owner of
+        the front alone. A longer run than `_GROW_PAGES` stays cut, to bound the bytes copied.
         """
-        parent = upper.parent
         (lower,) = upper.children.values()
         if (
-            parent is None
+            upper.parent is None
+            or upper.size + lower.size > _GROW_PAGES
             or upper.holders > bool(lower.holders)
-            or upper.spot is not None
             or upper.hits
-            or upper.uses
             or upper.last_used > lower.last_used
             or upper.priority > lower.priority
             or upper.owner is not lower.owner
-            or upper.wait is not None
-            or upper.gone is not None
             or (upper.died, upper.due) != (lower.died, lower.due)
+            or upper.spot is not None
+            or upper.wait is not None
+            or upper.returns is not None
             or (upper.namespace is not lower.namespace and upper.namespace != lower.namespace)
-            or upper.size + lower.size > _GROW_PAGES
         ):
             return
-        requeued = self.policy.sized and not (lower.children or lower.holders or lower.pins)
-        if requeued:
-            self.dequeue(lower)
-        if self.owners is not None:
-            self.owners.rejoined(upper)
         lower.absorb(upper)
-        if self.listener is not None:
-            self.listener.rejoined(upper, lower)
-        if requeued:
-            self.enqueue(lower)
+        for tell in self._joined:
+            tell(upper, lower)
 
-    # --- removing ----------------------------------------------------------------------------
+    # --- removing ------------------------------------------------------------------------------
 
     def evict(self, count: int) -> PageArray:
         """Remove ``count`` pages, or all evictable ones if they are fewer; return their ids.
 
-        Pages go from the tails of the leaves that the policy names, and from leaves with soft
-        pins when no others are left. Cost: about 1.5 µs a run, whatever is stored.
+        Pages go from the tails of the leaves that the queues name. Cost: about 1.5 µs a run,
+        whatever is stored.
         """
         count = min(count, self.num_evictable)
         freed: list[PageArray] = []
-        pop = cast("Callable[[], Node | None]", self.policy.pop)
-        portions = self.policy.portions
-        left = count
-        while left:
-            leaf = pop()
-            most = left
+        more = count
+        while more:
+            leaf = self._next()
             if leaf is None:
-                leaf = cast("Node | None", self.pinned_leaves.pop())
+                leaf, most = cast("Node | None", self._pinned.pop()), more
                 assert leaf is not None, "evictable pages that are in no queue"
-            elif portions:
-                most = min(left, self.policy.portion(leaf))
-                assert most > 0, "the policy takes no page of its own victim"
+            else:
+                hinted = leaf.died or leaf.due is not None
+                most = more if hinted else self.policy.portion(leaf, more)
             if leaf.size > most:
                 freed.append(self._trim(leaf, most))
-                if leaf.pins:
-                    self.enqueue(leaf)
-                else:
-                    self.policy.put_back(leaf)
-                left -= most
+                self._put_back(leaf)
+                more -= most
                 continue
-            left -= leaf.size
+            more -= leaf.size
             freed.append(leaf.pages)
             self._unlink(leaf)
         self.num_pages -= count
         self.num_evictable -= count
         return joined(freed)
 
-    def evict_leaf(self, choose: Callable[[Node, int], int]) -> PageArray | None:
-        """Remove pages of the policy's next victim; return their ids, None if it names none.
+    def evict_leaf(
+        self, choose: Callable[[Node, int], int], *, pinned: bool = False
+    ) -> PageArray | None:
+        """Remove pages of the next victim; return their ids, None if there is none.
 
         ``choose(leaf, portion)`` returns how many pages to remove from its tail, given how many the
-        policy would; for 0 the leaf stays.
+        policy would; for 0 the leaf stays. With ``pinned``, of the leaves under soft pins.
         """
-        leaf = cast("Node | None", self.policy.pop())
+        leaf = cast("Node | None", self._pinned.pop()) if pinned else self._next()
         if leaf is None:
             return None
-        portion = self.policy.portion(leaf) if self.policy.portions else leaf.size
+        hinted = pinned or leaf.died or leaf.due is not None
+        portion = leaf.size if hinted else self.policy.portion(leaf, leaf.size)
         gone = self._cut_tail(leaf, choose(leaf, portion))
         if leaf.in_tree:
-            self.policy.put_back(leaf)
+            self._put_back(leaf)
         return gone
 
-    def evict_pinned_leaf(self, choose: Callable[[Node, int], int]) -> PageArray | None:
-        """Do as `evict_leaf` with the least recently used leaf that has soft pins."""
-        leaf = cast("Node | None", self.pinned_leaves.pop())
-        if leaf is None:
-            return None
-        gone = self._cut_tail(leaf, choose(leaf, leaf.size))
+    def remove(self, leaf: Node, count: int) -> PageArray:
+        """Remove the last ``count`` pages of a candidate, pinned or not."""
+        self.dequeue(leaf)
+        gone = self._cut_tail(leaf, count)
         if leaf.in_tree:
             self.enqueue(leaf)
         return gone
@@ -383,331 +585,163 @@ class RunTree:
         self._unlink(leaf)
         return leaf.pages
 
-    def remove(self, leaf: Node, count: int) -> PageArray:
-        """Remove the last ``count`` pages of a leaf without holders, pinned or not."""
-        self.dequeue(leaf)
-        self.num_pages -= count
-        self.num_evictable -= count
-        if count < leaf.size:
-            gone = self._trim(leaf, count)
-            self.enqueue(leaf)
-            return gone
-        self._unlink(leaf)
-        return leaf.pages
-
     def _trim(self, leaf: Node, count: int) -> PageArray:
-        if self.owners is not None:
-            self.owners.resized(leaf, -count)
-        if leaf.covered:
-            self.pins.trimmed(leaf, count)
-        if self.listener is not None:
-            self.listener.trimming(leaf, leaf.size - count)
-        if self.waits is not None:
-            self.waits.trimming(leaf)
+        for tell in self._trimmed:
+            tell(leaf, leaf.size - count)
         return leaf.trim(count, self.unit)
 
     def _unlink(self, leaf: Node) -> None:
         """Remove a leaf that is in no queue; its parent may become a candidate."""
         parent = leaf.parent
         assert parent is not None
-        if self.listener is not None:
-            self.listener.trimming(leaf, 0)
-        if self.owners is not None:
-            self.owners.gone(leaf)
+        for tell in self._gone:
+            tell(leaf, parent)
         leaf.leave_trail()
         leaf.parent = None
-        if leaf.pins:
-            self.pins.pass_on(leaf, parent)  # before the parent is queued: pins choose its queue
         del parent.children[leaf.key]
-        self.policy.inherit(parent, leaf)
-        if self.waits is not None:
-            self.waits.evicted(leaf, parent)
-        parent.uses += leaf.uses
+        # Written out: this runs once per victim, and max() would be half its cost.
+        if leaf.last_used > parent.last_used:  # noqa: PLR1730
+            parent.last_used = leaf.last_used
+        if leaf.priority > parent.priority:  # noqa: PLR1730
+            parent.priority = leaf.priority
+        parent.hits += leaf.hits
         if parent.children:
             return
         parent.heads = None
         if parent.parent is None:
-            self.remove_if_empty(parent)
+            self._remove_if_empty(parent)
         elif not parent.holders:
             self.enqueue(parent)
 
+    def drop(self, hold: Node, keep: int) -> PageArray:
+        """End a hold and remove its path beyond ``keep`` pages, as far as nothing else needs it."""
+        self.release(hold)
+        freed: list[PageArray] = []
+        node = hold
+        while node.end > keep and self.is_candidate(node) and node.spot is None:
+            parent = node.parent
+            assert parent is not None
+            freed.append(self.remove(node, min(node.size, node.end - keep)))
+            node = parent
+        return joined(freed)
 
-def tops(roots: dict[Namespace, Root], namespace: Namespace) -> list[Node]:
-    """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
+    def clear(self, namespace: Namespace | None = None) -> PageArray:
+        """Remove all pages without holds, pinned or not, of one namespace or of all."""
+        if namespace is None:
+            return self.evict(self.num_evictable)
+        return joined([self.evict_below(top) for top in self.tops(namespace)])
 
-    Also its private runs behind public prefixes. Cost: the public runs, and as many private
-    ones as follow them directly.
-    """
-    root = roots.get(namespace)
-    found: list[Node] = [] if root is None else [root]
-    public = roots.get(public_namespace(namespace))
-    if public is None or public is root:
-        return found
-    ahead: list[Node] = [public]
-    while ahead:
-        for child in ahead.pop().children.values():
-            if child.namespace.scope:
-                ahead.append(child)
-            elif child.namespace == namespace:
-                found.append(child)
-    return found
+    def evict_below(self, node: Node) -> PageArray:
+        """Remove a run and all its descendants, pinned or not, except those that are held."""
+        children_first = [below for below, _ in descend(node)][::-1]
+        free = [each for each in children_first if not each.holders and each.parent is not None]
+        return joined([self.remove(below, below.size) for below in free])
 
+    # --- inspecting ----------------------------------------------------------------------------
 
-def _goes_on(symbols: memoryview, run: bytes | memoryview, offset: int) -> bool:
-    """Whether ``symbols`` go on with ``run`` from ``offset`` on; copies neither."""
-    part = symbols[offset : offset + len(run)]
-    return len(part) == len(run) and stored_bytes(run).startswith(part)
+    def tops(self, namespace: Namespace) -> list[Node]:
+        """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
 
-
-class RunTrail:
-    """The symbols and pages of consecutive runs, each the parent of the next, in one piece."""
-
-    __slots__ = ("_trails", "nodes", "num_bytes", "pages", "run")
-
-    def __init__(self, trails: Trails, nodes: list[Node]) -> None:
-        self._trails = trails
-        self.nodes = nodes
-        self.run: bytes | memoryview = b""
-        """The symbols; a view of bytes that begin with them once the last runs have left."""
-        self.pages: PageArray
-        self.num_bytes = 0
-        """Bytes that the symbols and pages take, up to twice as much as is used of them."""
-
-    def put(self, symbols: bytes, pages: PageArray) -> None:
-        """Set what the nodes store, in memory that is the trail's own."""
-        self.run, self.pages = symbols, pages
-        self._count(len(symbols) + pages.nbytes)
-
-    def front(self, count: int) -> tuple[memoryview, PageArray]:
-        """Return the symbols and pages of the first ``count`` nodes."""
-        pages = self.nodes[count - 1].end - self.nodes[0].depth
-        return memoryview(self.run)[: pages * self._trails.unit], self.pages[:pages]
-
-    def rest(self, count: int) -> tuple[bytes, PageArray]:
-        """Return a copy of the symbols and pages behind the first ``count`` nodes."""
-        pages = self.nodes[count - 1].end - self.nodes[0].depth
-        return bytes(self.run[pages * self._trails.unit :]), self.pages[pages:].copy()
-
-    def place(self, node: Node) -> int:
-        """Return the place of one of the nodes. Cost: O(log n)."""
-        return bisect_left(self.nodes, node.end, key=_end)
-
-    def at(self, end: int) -> Node:
-        """Return the node of the page before ``end``. Cost: O(log n)."""
-        return self.nodes[bisect_left(self.nodes, end, key=_end)]
-
-    def common(self, symbols: memoryview) -> tuple[Node, int, int]:
-        """Return how much of its front ``symbols`` begin with: the last node of it, and pages.
-
-        Also the bytes of symbols of one page more.
+        Also its private runs behind public prefixes. Cost: the public runs, and as many private
+        ones as follow them directly.
         """
-        unit = self._trails.unit
-        count, more = divmod(common_bytes(symbols[: len(self.run)], stored_bytes(self.run)), unit)
-        return self.at(self.nodes[0].depth + count), count, more
+        root = self.roots.get(namespace)
+        starts: list[Node] = [] if root is None else [root]
+        public = self.roots.get(public_namespace(namespace))
+        if public is None or public is root:
+            return starts
+        ahead: list[Node] = [public]
+        while ahead:
+            for child in ahead.pop().children.values():
+                if child.namespace.scope:
+                    ahead.append(child)
+                elif child.namespace == namespace:
+                    starts.append(child)
+        return starts
 
-    def cut_off(self, upper: Node, lower: Node) -> None:
-        """Record that ``upper`` takes the first pages of ``lower``, one of the nodes."""
-        self.nodes.insert(self.place(lower), upper)
-        upper.trail = self
+    def describe(self, node: Node) -> str:
+        """Return how ``node`` is ranked among the candidates, in a few words."""
+        if node.died:
+            return "dead"
+        ranked = self.policy.describe(node, self.moment)
+        return ranked if node.due is None else f"awaited, {ranked}"
 
-    def absorbed(self, upper: Node) -> None:
-        """Record that the node behind ``upper``, one of the nodes, takes its pages."""
-        del self.nodes[self.place(upper)]
-        upper.trail = None
-        if len(self.nodes) < 2:
-            self.end()
+    def namespaces(self) -> dict[Namespace, int]:
+        """Return the pages stored per namespace. Cost: all nodes."""
+        pages = Counter(dict.fromkeys(self.roots, 0))
+        for node, _ in chain.from_iterable(map(descend, self.roots.values())):
+            pages[node.namespace] += node.size
+        return pages
 
-    def leave(self, last: Node) -> None:
-        """Take out the last node, before it changes or leaves the tree. Amortised O(1)."""
-        assert self.nodes[-1] is last
-        last.trail = None
-        self.nodes.pop()
-        if len(self.nodes) < 2:
-            self.end()
-            return
-        self.run, self.pages = self.front(len(self.nodes))
-        if self.num_bytes > 2 * (len(self.run) + self.pages.nbytes):
-            self.put(bytes(self.run), self.pages.copy())
-
-    def behind(self, count: int) -> None:
-        """Take out the first ``count`` nodes. Cost: one copy of what follows them."""
-        if len(self.nodes) - count < 2:
-            self.end()
-            return
-        symbols, pages = self.rest(count)
-        for node in self.nodes[:count]:
-            node.trail = None
-        del self.nodes[:count]
-        self.put(symbols, pages)
-
-    def end(self) -> None:
-        """End the trail: its nodes are in none."""
-        for node in self.nodes:
-            node.trail = None
-        self.nodes = []
-        self.run, self.pages = b"", EMPTY_PAGES
-        self._count(0)
-
-    def _count(self, num_bytes: int) -> None:
-        self._trails.num_bytes += num_bytes - self.num_bytes
-        self.num_bytes = num_bytes
-
-
-class Trails:
-    """The trails of one tree, and walks along them.
-
-    ``steps`` is the number of steps from which a walk joins its path.
-
-    Memory: `num_bytes`, at most twice the symbols and page ids (4 bytes each) of the runs in
-    trails, and 8 bytes a run. Thread safety: none; used under the cache's lock.
-    """
-
-    def __init__(self, unit: int, steps: int = _STEPS) -> None:
-        self.unit = unit
-        """Bytes of symbols per page."""
-        self.steps = steps
-        self.num_bytes = 0
-
-    def follow(  # noqa: PLR0912 - a call would take as long as a step
-        self, start: Node, symbols: bytes | memoryview
-    ) -> PrefixMatch:
-        """Return the full pages behind ``start`` that are stored of ``symbols``.
-
-        ``symbols`` are bytes; they are read and not kept. Changes no run, but may join the path.
-        Cost: one dictionary probe and one memcmp per step, about 0.3 µs and 20 ps a byte; a path
-        that was walked before has few steps. Where a prompt leaves a trail, its first runs are
-        steps, and further ones together cost as much as some ten.
-        """
-        node, unit = start, self.unit
-        offset = more = 0
-        parts: list[PageArray] = []
-        left: RunTrail | None = None  # the prompt leaves it: where that begins, and parts before
-        begin = before = 0
-        inside = 0  # parts that are not the first ones of their trails
-        alone = 0  # the first part behind the last trail that the prompt left
-        if type(symbols) is bytes:
-            own, goes_on = symbols, symbols.startswith
-        else:
-            own, goes_on = None, partial(_goes_on, memoryview(symbols))
-        while child := node.children.get(
-            bytes(symbols[offset : offset + unit]) if own is None else own[offset : offset + unit]
-        ):
-            trail = child.trail
-            if trail is not None:
-                if trail.nodes[0] is child:
-                    run = trail.run
-                    if goes_on(run, offset):
-                        node = trail.nodes[-1]
-                        parts.append(trail.pages)
-                        offset += len(run)
-                        continue
-                    left, begin, before = trail, offset, len(parts)
-                    alone = before + 1
-                elif trail is left:
-                    if len(parts) < before + _SINGLE:
-                        inside, alone = inside + 1, alone + 1
-                    else:
-                        inside, alone = inside - _SINGLE + 1, before + 1
-                        node, count, more = trail.common(memoryview(symbols)[begin:])
-                        parts[before:] = [trail.pages[:count]]
-                        taken = node.size - (node.end - trail.nodes[0].depth - count)
-                        if taken < node.size:
-                            break
-                        offset, more = begin + count * unit, 0
-                        continue
-            run = child.run
-            if goes_on(run, offset):
-                node = child
-                parts.append(child.pages)
-                offset += len(run)
-                continue
-            part = memoryview(symbols)[offset : offset + len(run)]
-            taken, more = divmod(common_bytes(part, stored_bytes(run)), unit)
-            node = child
-            parts.append(child.pages[:taken])
-            break
-        else:
-            taken = node.size
-        if len(parts) - alone >= self.steps or len(parts) - inside >= 2 * self.steps:
-            self._join(node, taken)
-        return PrefixMatch(joined(parts), node, taken, more)
-
-    def _join(self, end: Node, taken: int) -> None:
-        """Join the path to ``end``: what is behind the last trail that it left, or all of it.
-
-        A run that matches in part is left out if it is in no trail: it may be cut there soon, and
-        what is behind the cut is not on the path.
-        """
-        pieces: list[RunTrail | Node] = []  # from the end up
-        left: dict[int, int] = {}  # of a trail left halfway: its place, and nodes used
-        node = end if taken == end.size or end.trail is not None else end.parent
-        while node is not None and node.parent is not None:
-            trail = node.trail
-            if trail is None:
-                pieces.append(node)
-                node = node.parent
-                continue
-            if pieces and trail.nodes[-1] is not node:
-                left[len(pieces)] = trail.place(node) + 1
-            pieces.append(trail)
-            node = trail.nodes[0].parent
-        alone = next(iter(left), len(pieces))
-        if alone >= self.steps:
-            self._merge(pieces[:alone], {})
-        elif len(pieces) >= 2 * self.steps:
-            self._merge(pieces, left)
-
-    def _merge(self, pieces: list[RunTrail | Node], left: dict[int, int]) -> None:
-        """Make one trail of ``pieces``, from the end up, at least two.
-
-        ``left`` has the nodes to take of trails of which only the front is taken, by place. Nothing
-        is done if moving these would cost more than the walk did.
-
-        The trail is kept that makes the fewest nodes change their trail, and only those are
-        visited: all that are not in it, and what is behind its own front.
-        """
-        trails = [
-            (piece, left.get(at, len(piece.nodes)))
-            for at, piece in enumerate(pieces)
-            if isinstance(piece, RunTrail)
-        ]
-        none = RunTrail(self, []), 0
-        kept, on_path = max([none, *trails], key=lambda one: 2 * one[1] - len(one[0].nodes))
-        changes = sum(count for _, count in trails) + len(kept.nodes) - 2 * on_path
-        if left and changes > _MOST_MOVED * len(pieces):
-            return
+    def check(self, holds: list[Node]) -> PageArray:
+        """Recount everything, given all holds; return the pages stored. Asserts."""
+        direct = Counter(holds)
         nodes: list[Node] = []
-        moved: list[Node] = []
-        symbols: list[bytes | memoryview] = []
-        pages: list[PageArray] = []
-        for at in range(len(pieces) - 1, -1, -1):
-            piece = pieces[at]
-            if isinstance(piece, RunTrail):
-                count = left.get(at, len(piece.nodes))
-                own, (run, ids) = piece.nodes[:count], piece.front(count)
-            else:
-                own, run, ids = [piece], memoryview(piece.run), piece.pages
-            nodes += own
-            symbols.append(run)
-            pages.append(ids)
-            if piece is not kept:
-                moved += own
-        path = b"".join(symbols), joined(pages)  # before any change: memory may be short
-        for trail, count in trails:
-            if trail is not kept:
-                trail.behind(count)
-        if on_path < len(kept.nodes):
-            self._part(kept, on_path)
-        for node in moved:
-            node.trail = kept
-        kept.nodes = nodes
-        kept.put(*path)
+        for namespace, root in self.roots.items():
+            assert root.holders or root.children, f"an empty root of {namespace}"
+            assert root.parent is None
+            assert root.size == root.end == 0
+            for node, _ in descend(root):
+                self._check_children(node, direct.pop(node, 0))
+                if node is not root:
+                    self._check_run(node)
+                    nodes.append(node)
+        assert not direct, f"holds on nodes that are not in the tree: {list(direct)}"
+        self._check_trails(nodes)
+        pages = joined([node.pages for node in nodes])
+        assert len(pages) == self.num_pages, (len(pages), self.num_pages)
+        evictable = sum(node.size for node in nodes if not node.holders)
+        assert evictable == self.num_evictable, (evictable, self.num_evictable)
+        leaves = [node for node in nodes if self.is_candidate(node)]
+        pinned = [leaf for leaf in leaves if leaf.spot is not None]
+        dead = [leaf for leaf in leaves if leaf.spot is None and leaf.died]
+        awaited = [leaf for leaf in leaves if leaf.spot is None and leaf.due is not None]
+        queues = len(self._pinned), len(self._dead), len(self._awaited)
+        assert queues == (len(pinned), len(dead), len(awaited)), queues
+        others = len(leaves) - sum(queues)
+        assert len(self.policy) == others, (others, len(self.policy))
+        self.policy.check()
+        return pages
 
-    def _part(self, trail: RunTrail, count: int) -> None:
-        """Put what is behind the first ``count`` nodes of a trail into one of its own."""
-        nodes = trail.nodes[count:]
-        rest = RunTrail(self, nodes) if len(nodes) > 1 else None
-        if rest is not None:
-            rest.put(*trail.rest(count))
-        for node in nodes:
-            node.trail = rest
+    def _check_children(self, node: Node, direct: int) -> None:
+        held = sum(1 for child in node.children.values() if child.holders)
+        assert node.holders == held + direct, f"wrong holders: {node}"
+        for key, child in node.children.items():
+            assert child.parent is node
+            assert child.key == key == bytes(child.run[: self.unit])
+        if self.exact and len(node.children) > 1:
+            assert node.heads is not None
+
+    def _check_run(self, node: Node) -> None:
+        assert node.parent is not None
+        assert node.size == len(node.pages) > 0
+        assert len(node.run) == node.size * self.unit
+        assert stored_bytes(node.run).startswith(node.run)
+        assert node.end == node.parent.end + node.size
+        assert node.depth == node.parent.end
+        above = node.parent.namespace
+        assert node.namespace == above or (above.scope and not node.namespace.scope), (
+            "a public run behind a private one, or a run of one tenant behind another's"
+        )
+
+    def _check_trails(self, nodes: list[Node]) -> None:
+        """Assert that trails have exactly what their nodes store, and that bytes are counted."""
+        trails = {node.trail: None for node in nodes if node.trail is not None}
+        counted = 0
+        for trail in trails:
+            assert len(trail.nodes) > 1, "a trail of one run saves no step"
+            assert all(node.trail is trail for node in trail.nodes)
+            for upper, lower in pairwise(trail.nodes):
+                assert lower.parent is upper, "a trail with a gap"
+            assert trail.run == b"".join(node.run for node in trail.nodes)
+            assert stored_bytes(trail.run).startswith(trail.run)
+            assert np.array_equal(trail.pages, joined([node.pages for node in trail.nodes]))
+            assert trail.num_bytes <= 2 * (len(trail.run) + trail.pages.nbytes)
+            counted += trail.num_bytes
+        assert sum(len(trail.nodes) for trail in trails) == sum(
+            node.trail is not None for node in nodes
+        ), "a trail keeps a run that is not in the tree"
+        assert counted == self.trails.num_bytes, (counted, self.trails.num_bytes)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} index, {self.num_pages} pages, {self.num_evictable} evictable>"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel
-from kvkeep.core.eviction import POLICIES, without_waits
+from kvkeep.core.eviction import POLICIES, ReturnAware
 from kvkeep.core.eviction import policy as named_policy
 from kvkeep.integrations.sglang.settings import server_setting
 
@@ -84,10 +84,11 @@ def _policy(context: TreeCacheBuildContext, asked: str | None) -> str:
             f"with --radix-cache-backend {BACKEND}:NAME"
         )
     ranks = max(context.tp_size, params.pp_size, params.attn_cp_size)
-    if ranks > 1 and name not in without_waits():
+    alike = [name for name, make in POLICIES.items() if make is not ReturnAware]  # without a clock
+    if ranks > 1 and name not in alike:
         raise InvalidValue(
             f"the eviction policy {name!r} reads a clock, on which {ranks} ranks would not agree; "
-            f"it is for servers of one rank. Take one of {', '.join(without_waits())}"
+            f"it is for servers of one rank. Take one of {', '.join(alike)}"
         )
     return name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -11,19 +12,19 @@ import torch
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace
-from kvkeep.core.prefix import PrefixIndex, PrefixMatch
+from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.prefix import PrefixMatch, Tree
 from kvkeep.core.prefix.node import descend
-from kvkeep.core.prefix.results import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix.base import Encoder
     from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.tree import Encoder
 
 __all__ = ["GivenPages", "PageSlots", "PathHandle", "SlotIndex", "SlotTree", "namespace_of"]
 
@@ -246,7 +247,7 @@ class SlotTree:
 
     def nodes(self) -> Iterator[tuple[Node, int]]:
         """Yield all nodes with their depth, parents first; roots have no pages."""
-        for root in self.index.tree.roots.values():
+        for root in self.index.roots.values():
             yield from descend(root)
 
     def pages(self) -> PageArray:
@@ -347,23 +348,30 @@ def namespace_of(extra_key: str | None, cache_salt: str | None) -> Namespace:
     return Namespace(tenant=cache_salt or "", lora=extra_key or "")
 
 
-class SlotIndex(PrefixIndex):
+class SlotIndex(Tree):
     """Compares whole pages of int64 tokens.
 
     For EAGLE, SGLang matches pairs of neighbouring tokens (``bigrams``): a page of pairs is named
     by its tokens and the one behind them.
 
     Memory: 8 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of
-    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.tree`).
+    tokens and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`).
     """
 
     name = "radix"
-    exact = False
 
-    def __init__(self, page_size: int, policy: EvictionPolicy, *, bigrams: bool = False) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        *,
+        bigrams: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.overlap = int(bigrams)
         """Tokens behind a page that are part of its name."""
-        super().__init__(page_size, policy, unit=(page_size + self.overlap) * _WIDTH)
+        unit = (page_size + self.overlap) * _WIDTH
+        super().__init__(page_size, policy, unit=unit, exact=False, clock=clock)
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Raise `IllegalStep`: the tokens of SGLang's requests are encoded by `symbols`."""

@@ -36,7 +36,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from kvkeep.core.errors import IllegalStep
-from kvkeep.core.returns import Ended, Returns, stop_after
+from kvkeep.core.eviction import ReturnAware
+from kvkeep.core.returns import Ended, stop_after
 from kvkeep.integrations.sglang.slot_tree import (
     GivenPages,
     PathHandle,
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.core.eviction.returns import RunningPrompt
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Node, Root
-    from kvkeep.core.prefix.waits import RunningPrompt
 
 __all__ = ["FinishedAnswers", "KVKeepTree"]
 
@@ -124,10 +125,10 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
     def _begin(self) -> None:
         """Start with an empty tree."""
         policy = self._make_policy()
-        index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle)
+        index = SlotIndex(self.page_size, policy, bigrams=self.is_eagle, clock=self._clock)
         self._tree = SlotTree(index, self.device, torch.int64, self._capacity)
-        self._returns = TreeReturns(index, self._clock) if policy.awaits else None
-        self.root_node = _Top(index.tree.roots)
+        self._returns = TreeReturns(index, policy) if isinstance(policy, ReturnAware) else None
+        self.root_node = _Top(index.roots)
 
     def reset(self) -> None:
         """Forget everything, also what is locked; SGLang clears its memory itself."""
@@ -151,13 +152,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         node = self._match(key).node
         if node is None or not node.end:
             return
-        index = self._tree.index
-        queued = not node.children and not node.holders
-        if queued:
-            index.tree.dequeue(node)
-        index.policy.used(node)
-        if queued:
-            index.tree.enqueue(node)
+        self._tree.index.touch(node)
 
     def path_device_indices(self, node: PathHandle) -> torch.Tensor:
         """Return the slots of a prefix, int64 [tokens], on the device.
@@ -275,8 +270,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         if self._returns is not None:
             self._returns.opened(req, namespace, None if old is None else old.hold)
         if old is not None and old.hold is not None and old.pages:
-            self._tree.index.policy.hit(old.hold)
-            old.hold.uses += 1
+            self._tree.index.hit(old.hold)
 
     def _adopt(self, req: Req, row: torch.Tensor, start: int, existing: PageArray) -> None:
         """Let a request use the pages stored from position ``start`` on, and free its own."""
@@ -339,7 +333,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
             node = self._tree.end(node_handle)
         except IllegalStep:  # evicted since it was matched: it has no place in the order
             return self.root_node
-        roots = self._tree.index.tree.roots
+        roots = self._tree.index.roots
         return roots.get(node_handle.namespace, self.root_node) if node is None else node
 
     def all_values_flatten(self) -> torch.Tensor:
@@ -350,7 +344,7 @@ class KVKeepTree(BasePrefixCache):  # type: ignore[misc]  # Any where SGLang is 
         """Print one line a run, at most 1,000. SGLang calls it when it is out of memory."""
         for shown, (node, depth) in enumerate(self._tree.nodes()):
             if shown < _MOST_PRINTED:
-                said = self.policy.describe(node) if node.end else repr(node.before()[0])
+                said = self._tree.index.describe(node) if node.end else repr(node.before()[0])
                 print("  " * depth, node, said)  # noqa: T201 - as SGLang's own trees do
         print(f"#tokens: {self.total_size()}")  # noqa: T201
 
@@ -531,12 +525,11 @@ class TreeReturns:
     about 10 µs a request.
     """
 
-    def __init__(self, index: SlotIndex, clock: Callable[[], float]) -> None:
+    def __init__(self, index: SlotIndex, policy: ReturnAware) -> None:
         self._index = index
         self._ends = FinishedAnswers()
-        self.returns = Returns()
-        """What is learned."""
-        self._waits = index.tree.keep_waits(self.returns, clock, index.page_size)
+        assert policy.waits is not None, "the policy of a tree"
+        self._waits = policy.waits
         self._running: WeakKeyDictionary[Req, RunningPrompt] = WeakKeyDictionary()
 
     def opened(self, req: Req, namespace: Namespace, hold: Node | None) -> None:
@@ -544,7 +537,7 @@ class TreeReturns:
         if req in self._running:
             return
         index, tokens = self._index, req.full_untruncated_fill_ids
-        node = index.tree.root(namespace) if hold is None else hold
+        node = index.root(namespace) if hold is None else hold
         page = node.end
 
         def following() -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.eviction import Entry, EvictionPolicy
+from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.tier_shares import TierShares
 
@@ -52,8 +52,8 @@ class OrderedBlock(Entry):
 class EvictionOrder:
     """The eviction policies of one tier: one for each namespace with a quota, one for the others.
 
-    Policies that order by waits (`EvictionPolicy.awaits`) find them in `BlockWaits`, once `attend`
-    was called; until then, each block waits since its last use.
+    The policy `returns` finds waits in `BlockWaits`, once `attend` was called; until then, each
+    block waits since its last use. Uses are numbered over all policies.
 
     With ``shares`` each tenant has a policy, and a namespace with a quota counts as a tenant.
 
@@ -84,9 +84,10 @@ class EvictionOrder:
         self.shared = make() if self.tenants is None else self.tenants
         self.own: dict[bytes, EvictionPolicy] = {}
         self.quotas: dict[bytes, int] = {}
-        self.awaits = self.shared.awaits
+        self.awaits = isinstance(make(), ReturnAware)
         self._waits: BlockWaits | None = None
         self._make = make
+        self._moment = 0  # the number of uses so far
 
     def __len__(self) -> int:
         return len(self.shared) + sum(map(len, self.own.values()))
@@ -111,17 +112,22 @@ class EvictionOrder:
         """Order by ``waits``; for policies that `awaits`, before the first block is added."""
         assert not len(self), "the waits of blocks that are ordered already"
         self._waits = waits
-        for policy in (self.shared, *self.own.values()):
+        first = self.shared if self.tenants is None else self.tenants.first
+        for policy in (first, *self.own.values()):
+            assert isinstance(policy, ReturnAware)
             policy.attend(waits.returns, waits.clock)
+
+    def _use(self, block: OrderedBlock) -> None:
+        self._moment += 1
+        block.last_used = self._moment
 
     def order(self, block: OrderedBlock, hits: int) -> None:
         """Add ``block`` to its policy, with the ``hits`` from before it was packed."""
         policy = self.of(block.block)
         if self.awaits:
             self._wait(block, used=True)
-        policy.stored(block, 0)
-        if hits:
-            block.hits = hits
+        self._use(block)
+        block.hits = hits
         if block.evictable:
             policy.add(block)
 
@@ -140,15 +146,14 @@ class EvictionOrder:
     def used(self, block: OrderedBlock, *, new: bool) -> None:
         """Count a use of ``block``: a hit, unless the request stored it (``new``)."""
         policy = self.of(block.block)
-        count = policy.used if new else policy.hit
         if block.evictable:
             policy.discard(block)
-            count(block)
+        self._use(block)
+        block.hits += not new
+        if block.evictable:
             if self.awaits:
                 self._wait(block, used=True)
             policy.add(block)
-        else:
-            count(block)
 
     def awaited(self, block: OrderedBlock) -> None:
         """Order ``block`` by its waits of this moment: one of them began or is over."""
@@ -176,20 +181,10 @@ class EvictionOrder:
         if space in self.own:
             return False
         policy = self._make()
-        if self._waits is not None:
-            policy.attend(self._waits.returns, self._waits.clock)
-        blocks = list(mine)
-        for block in blocks:
+        policy.join(self.shared)
+        for block in sorted(mine, key=lambda block: block.last_used):
             if block.evictable:
                 self.shared.discard(block)
-        # The new policy's event clock starts at 0: replay the past events in their order.
-        for block in sorted(blocks, key=lambda block: block.stored):
-            hits = block.hits
-            policy.stored(block, block.priority)
-            block.hits = hits
-        for block in sorted(blocks, key=lambda block: block.serial):
-            policy.used(block)
-            if block.evictable:
                 policy.add(block)
         self.own[space] = policy
         return True

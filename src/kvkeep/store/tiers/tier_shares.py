@@ -198,12 +198,7 @@ class TierShares(Shares):
         into.blocks += one.blocks
         self._resize(old, -one.bytes)
         self._resize(new, one.bytes)
-        for block in sorted(blocks, key=lambda block: block.stored):
-            used, hits = block.last_used, block.hits
-            new.policy.begin_at(block.stored - 1)  # the clock is one of all tenants
-            new.policy.stored(block, block.priority)
-            block.last_used, block.hits = used, hits
-        for block in sorted(blocks, key=lambda block: block.serial):
+        for block in sorted(blocks, key=lambda block: block.last_used):
             if block.evictable:
                 new.policy.add(block)
                 self._added(block, new)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction import POLICIES, Entry, EvictionPolicy
-from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.eviction import POLICIES, AgeQueue, Entry, EvictionPolicy
 from kvkeep.store.tiers.eviction_order import OrderedBlock
 
 if TYPE_CHECKING:
@@ -30,23 +29,18 @@ class TwoQ(EvictionPolicy):
     """
 
     name = "2q"
-    portions = True  # what is put back need not be the next victim
 
     def __init__(self) -> None:
-        super().__init__()
         self._queues = (AgeQueue[float](), AgeQueue[float]())  # on probation, others
         self._sizes = [0, 0]
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._most = 0  # candidates at one time
 
-    def stored(self, entry: Entry, priority: int) -> None:
-        """Record a new block; one that was evicted lately begins with a hit."""
-        super().stored(entry, priority)
+    def add(self, entry: Entry) -> None:
+        """Make ``entry`` a candidate; one that was evicted lately begins with a hit."""
         if isinstance(entry, OrderedBlock) and entry.block in self._ghosts:
             del self._ghosts[entry.block]
-            entry.hits = 1
-
-    def add(self, entry: Entry) -> None:
+            entry.hits = entry.hits or 1
         again = entry.hits > 0
         self._queues[again].push(entry, entry.last_used)
         self._sizes[again] += entry.size
