@@ -336,7 +336,7 @@ def chain(bench: Bench, rng: np.random.Generator) -> None:
     cache = PagedCache(POOL, PAGE, prefix="chain")
     store(cache, tokens)
     bench.time("chain: match, full hit, with hashing", lambda: cache.match(tokens), runs=200)
-    index = cache._core.index
+    index = cache.tree
     space = Namespace()
     symbols = index.encoder(space).lookup(tokens)
     bench.time(

@@ -528,7 +528,8 @@ class PagedCache:
 
     def _evict(self, count: int, reason: str) -> int:
         """Evict up to ``count`` pages; return how many."""
-        self.sessions.evicting()
+        if self.sessions.follows:
+            self.sessions.evicting()
         self.misses.removing(reason)
         if self.board is None:
             pages = self.tree.evict(count)
@@ -543,7 +544,9 @@ class PagedCache:
             gone.append(pages)
 
         freed = make_room(self.board, self.tree, self.pool, count, let_go)
-        self._report(joined(gone), reason)
+        self.counters.evictions += bool(gone)
+        if self.lock.hooks:
+            self._report(joined(gone), reason)
         return freed
 
     def drop(self, hold: Node, keep: int) -> int:
@@ -559,29 +562,31 @@ class PagedCache:
 
     def _forget(self, pages: PageArray, reason: str) -> None:
         """Release the references to ``pages`` that the tree no longer stores, and report it."""
-        self._let_go(pages)
-        self._report(pages, reason)
+        if len(pages):
+            self._let_go(pages)
+            self.counters.evictions += 1
+        if self.lock.hooks:
+            self._report(pages, reason)
 
     def _let_go(self, pages: PageArray) -> None:
-        if len(pages):
-            freed = self.pool.release_known(pages)
-            assert freed == len(pages), "the index evicted a page that a sequence uses"
+        freed = self.pool.release_known(pages)
+        assert freed == len(pages), "the index evicted a page that a sequence uses"
+        if len(self.tree.marks):
             self.tree.marks.forget(pages)
-            self.counters.evicted_pages += len(pages)
+        self.counters.evicted_pages += freed
 
     def _report(self, pages: PageArray, reason: str) -> None:
         """Report evicted pages, and what was lost of groups of layers since the last report."""
-        if len(pages):
-            self.counters.evictions += 1
         lost = None if self.board is None else self.board.journal.take_lost()
-        if self.lock.hooks and (len(pages) or lost is not None):
+        if len(pages) or lost is not None:
             self.lock.emit(Evicted(frozen(pages), reason, lost))
 
     def evict(self, num_pages: int) -> int:
         """Evict up to ``num_pages`` cached pages that are not in use; return how many."""
         num_pages = whole("num_pages", num_pages, 0)
         with self.lock:
-            self.pins.expire()
+            if self.pins.active:
+                self.pins.expire()
             return self._evict(num_pages, "asked")
 
     def clear(self, namespace: NamespaceLike | None = None) -> int:

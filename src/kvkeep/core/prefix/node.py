@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.keys import Namespace
+from kvkeep.core.keys import Namespace, root_key
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
@@ -93,6 +93,11 @@ class Node(Entry):
         self.spot: Any = None  # pins at its end: `kvkeep.core.cache.pins`
         self.groups: Any = None  # rows and states beside its pages: `kvkeep.core.groups`
         self.returns: Any = None  # waits of evicted runs behind it: `kvkeep.core.eviction.returns`
+
+    @property
+    def place(self) -> int | bytes:
+        """What stands for its end, also once it has left the tree: of a root, its namespace."""
+        return self.serial if self.end else self.key
 
     @property
     def id(self) -> int:
@@ -214,6 +219,7 @@ class Root(Node):
     def __init__(self, namespace: Namespace, serial: int) -> None:
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
+        self.key = root_key(namespace)
 
     @property
     def in_tree(self) -> bool:

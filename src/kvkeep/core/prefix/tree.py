@@ -30,7 +30,7 @@ import numpy as np
 from kvkeep.core.pages.tables import joined
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, Root, TreeObserver, descend
-from kvkeep.core.prefix.policy import AgeQueue
+from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
 from kvkeep.core.prefix.trails import Heads, PrefixMatch, Trails, common_head, stored_bytes
 from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import TOKEN_BYTES
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix.policy import EvictionPolicy
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["Encoder", "Inserted", "Tree"]
@@ -150,6 +149,7 @@ class Tree:
         self._resized: list[Callable[[Node, int], None]] = []
         policy.attach(self, clock)
         self.observe(policy)
+        self._takes_all = type(policy).portion is EvictionPolicy.portion
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder for a new sequence in ``namespace``."""
@@ -388,6 +388,12 @@ class Tree:
         leaf = self._dead.pop() or self.policy.pop() or self._awaited.pop()
         return cast("Node | None", leaf)
 
+    def _most(self, leaf: Node, most: int) -> int:
+        """Return how many pages of a victim may go before the next one is asked for."""
+        if leaf.spot is not None or leaf.died or leaf.due is not None:
+            return most
+        return self.policy.portion(leaf, most)
+
     # --- storing -------------------------------------------------------------------------------
 
     def insert(
@@ -529,14 +535,12 @@ class Tree:
         count = min(count, self.num_evictable)
         freed: list[PageArray] = []
         more = count
+        # A plain cache asks its policy alone.
+        ask = self._next if len(self._dead) or len(self._awaited) else self.policy.pop
         while more:
-            leaf = self._next()
-            if leaf is None:
-                leaf, most = cast("Node | None", self._pinned.pop()), more
-                assert leaf is not None, "evictable pages that are in no queue"
-            else:
-                hinted = leaf.died or leaf.due is not None
-                most = more if hinted else self.policy.portion(leaf, more)
+            leaf = cast("Node | None", ask() or self._next() or self._pinned.pop())
+            assert leaf is not None, "evictable pages that are in no queue"
+            most = more if self._takes_all else self._most(leaf, more)
             if leaf.size > most:
                 freed.append(self._trim(leaf, most))
                 self._put_back(leaf)
@@ -560,9 +564,7 @@ class Tree:
         leaf = cast("Node | None", self._pinned.pop()) if pinned else self._next()
         if leaf is None:
             return None
-        hinted = pinned or leaf.died or leaf.due is not None
-        portion = leaf.size if hinted else self.policy.portion(leaf, leaf.size)
-        gone = self._cut_tail(leaf, choose(leaf, portion))
+        gone = self._cut_tail(leaf, choose(leaf, self._most(leaf, leaf.size)))
         if leaf.in_tree:
             self._put_back(leaf)
         return gone
@@ -596,7 +598,8 @@ class Tree:
         assert parent is not None
         for tell in self._gone:
             tell(leaf, parent)
-        leaf.leave_trail()
+        if leaf.trail is not None:
+            leaf.trail.leave(leaf)
         leaf.parent = None
         del parent.children[leaf.key]
         # Written out: this runs once per victim, and max() would be half its cost.
