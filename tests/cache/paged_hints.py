@@ -46,7 +46,7 @@ class HintedModel(PagedModel):
 
     def __init__(self, *measures: Any) -> None:
         super().__init__(*measures)
-        self.cache._core.sessions.most = MOST
+        self.cache.sessions.most = MOST
         self.clock.now = -2.0  # so that a time to come may be 0, or before
         self.lines: OrderedDict[tuple[str, str], NaiveLine] = OrderedDict()
         self.away: list[NaiveLine] = []
@@ -146,8 +146,8 @@ class HintedModel(PagedModel):
 
     def both_settle(self) -> None:
         """What time has ended is ended now, not at the next eviction or look at the statistics."""
-        with self.cache._core:
-            self.cache._core.sessions.evicting()
+        with self.cache.lock:
+            self.cache.sessions.evicting()
         self.settle()
 
     def end(self) -> None:
@@ -155,10 +155,10 @@ class HintedModel(PagedModel):
         self.owner = {page: who for page, who in self.owner.items() if page in self.naive.pages}
         self.dead &= self.naive.pages.keys()
         self.line_of = {live.family: self.line_of[live.family] for live in self.live}
-        sessions = self.cache._core.sessions
-        assert len(sessions.states) == len(self.lines)
+        sessions = self.cache.sessions
+        assert len(sessions.owners) == len(self.lines)
         assert sessions.num_dead == len(self.dead), "what is dead"
-        assert sessions.num_awaited == len(self.kept()), "what is awaited"
+        assert sessions.awaited.num_pages == len(self.kept()), "what is awaited"
 
     def _judge_evictions(self) -> None:
         # Gone pages are still in `owner` and `dead`. What lay before one that was awaited is kept

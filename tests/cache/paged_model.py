@@ -18,7 +18,7 @@ from tagged_pages import TaggedPages, tags
 
 if TYPE_CHECKING:
     from kvkeep import PageCopy, Pin, Sequence
-    from kvkeep.core.cache.core import Claim
+    from kvkeep.core.cache.copies import Claim
 
 
 # A run cut short is a memoryview, which deepcopy takes only when told how.
@@ -87,7 +87,7 @@ class PagedModel:
             hard_pin_pages=hard_pin_pages,
             clock=self.clock,
         )
-        self.cache._core.index.tree.trails.steps = 2  # trees are small here: join early
+        self.cache.tree.trails.steps = 2  # trees are small here: join early
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix = prefix
@@ -118,7 +118,7 @@ class PagedModel:
 
     @property
     def free(self) -> int:
-        return self.cache._core.pool.num_free
+        return self.cache.pool.num_free
 
     def claims(self, without: Live | None = None) -> list[Claim]:
         """Each once, though forks share those that they were made with."""
@@ -217,7 +217,7 @@ class PagedModel:
             if pinned.hard and not pinned.pin.active:
                 self.touch(pinned.path)
         self._judge_evictions()
-        references = self.cache._core.pool.references
+        references = self.cache.pool.references
         self.memory.scribble(np.flatnonzero(references == 0).tolist())
         self.look()
         self.failed = False
@@ -285,12 +285,12 @@ class PagedModel:
             )
             self._look_at_contents(live)
         self._look_at_stored()
-        core = self.cache._core
-        assert core.index.num_pages == len(self.naive)
-        assert core.index.num_evictable == len(self.naive.pages.keys() - self.held(stale=True))
+        cache = self.cache
+        assert cache.tree.num_pages == len(self.naive)
+        assert cache.tree.num_evictable == len(self.naive.pages.keys() - self.held(stale=True))
         used = set(self.naive.pages).union(*(live.table for live in self.live))
         used.update(claim.copy.src for claim in self.claims())
-        assert core.pool.num_used == len(used)
+        assert cache.pool.num_used == len(used)
         for pinned in self.pins:
             kept = pinned.pin.num_tokens
             if pinned.until <= self.clock.now or not pinned.pin.active:
@@ -337,8 +337,7 @@ class PagedModel:
 
     def snapshot(self) -> object:
         """All there is to know about the cache, down to the order of eviction."""
-        core = self.cache._core
-        index = pickle.loads(pickle.dumps(core.index, -1))
+        index = pickle.loads(pickle.dumps(self.cache.tree, -1))
         order = [index.evict(1).tolist() for _ in range(index.num_evictable)]
         runs = {
             space: [
@@ -357,17 +356,17 @@ class PagedModel:
                 repr(s),
                 [claim.copy for claim in s.claims()],
             )
-            for s in core.sequences.values()
+            for s in self.cache.sequences.values()
         ]
-        free = (core.pool._head + np.arange(core.pool.num_free)) % self.num_pages
+        free = (self.cache.pool._head + np.arange(self.cache.pool.num_free)) % self.num_pages
         return (
             order,
             runs,
             sequences,
-            core.pool._ring[free].tolist(),
-            core.pool.references.tolist(),
+            self.cache.pool._ring[free].tolist(),
+            self.cache.pool.references.tolist(),
             [(p.pin.num_tokens, p.pin.active) for p in self.pins],
-            replace(core.counters, out_of_pages=0),
+            replace(self.cache.counters, out_of_pages=0),
         )
 
     def closed_event(self) -> Closed:

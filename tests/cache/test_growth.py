@@ -242,8 +242,8 @@ def test_a_fork_takes_no_rows_that_it_does_not_read() -> None:
     """Those of the pass before are still with the sequence, which has to publish them."""
     cache = PagedCache(4000, LAYOUTS["a window"])
     sequence = compute(cache, range(4000))
-    before = cache._core.pool.references.copy()
+    before = cache.pool.references.copy()
     fork = sequence.fork()
-    assert np.count_nonzero(cache._core.pool.references != before) <= 16 // SIZE + 1
+    assert np.count_nonzero(cache.pool.references != before) <= 16 // SIZE + 1
     fork.close()
     cache.check()

@@ -15,19 +15,17 @@ from paged_machine import ChainMachine, RadixMachine
 from planted import SEARCH
 
 from kvkeep import PagedCache
-from kvkeep.core.cache import sequence as sequence_module
-from kvkeep.core.cache.copies import Forks
-from kvkeep.core.cache.core import Core
-from kvkeep.core.cache.sequence import Sequence
+from kvkeep.core.cache import Sequence
+from kvkeep.core.cache import cache as cache_module
+from kvkeep.core.cache.copies import Claims, Forks
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.events import Stored
-from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
-from kvkeep.core.prefix.base import PrefixIndex
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
 from kvkeep.core.prefix.radix import RadixIndex
-from kvkeep.core.prefix.tree import RunTree, Trails
+from kvkeep.core.prefix.trails import Trails
+from kvkeep.core.prefix.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,50 +36,50 @@ Patch = pytest.MonkeyPatch
 
 
 def writes_to_shared_pages(patch: Patch) -> None:
-    patch.setattr(Core, "may_write", lambda *_: True)
+    patch.setattr(Claims, "may_write", lambda *_: True)
 
 
 def writes_to_published_pages(patch: Patch) -> None:
     def may_write(self: Sequence, at: int, offset: int) -> bool:
-        return self._core.may_write(self._table[at], offset)
+        return self._cache.claims.may_write(self._table[at], offset)
 
     patch.setattr(Sequence, "_may_write", may_write)
 
 
 def copies_what_need_not_be_copied(patch: Patch) -> None:
-    def may_write(self: Core, page: int, offset: int) -> bool:
-        return int(self.pool.references[page]) == 1
+    def may_write(self: Claims, page: int, offset: int) -> bool:
+        return int(self._pool.references[page]) == 1
 
-    patch.setattr(Core, "may_write", may_write)
+    patch.setattr(Claims, "may_write", may_write)
 
 
 def writes_over_what_is_to_be_copied(patch: Patch) -> None:
-    def may_write(self: Core, page: int, offset: int) -> bool:
-        readers = self._claimed.get(page)
+    def may_write(self: Claims, page: int, offset: int) -> bool:
+        readers = self._pages.get(page)
         claims = 0 if readers is None else len(readers.claims)
-        return int(self.pool.references[page]) - claims == 1
+        return int(self._pool.references[page]) - claims == 1
 
-    patch.setattr(Core, "may_write", may_write)
+    patch.setattr(Claims, "may_write", may_write)
 
 
 def publishes_before_copies_are_made(patch: Patch) -> None:
-    permit = sequence_module.permit
+    permit = cache_module.permit
 
     def lax(state: object, step: str) -> None:
         try:
             permit(state, step)
         except IllegalStep:
-            if step != "publish" or state is sequence_module.SequenceState.CLOSED:
+            if step != "publish" or state is cache_module.SequenceState.CLOSED:
                 raise
 
-    patch.setattr(sequence_module, "permit", lax)
+    patch.setattr(cache_module, "permit", lax)
 
 
 def publishes_the_page_that_is_not_full(patch: Patch) -> None:
     publish = Sequence._publish
 
     def more(self: Sequence, start: int, stop: int) -> None:
-        publish(self, start, min(stop + 1, len(self.tokens) // self._core.page_size))
+        publish(self, start, min(stop + 1, len(self.tokens) // self._cache.page_size))
 
     patch.setattr(Sequence, "_publish", more)
 
@@ -99,7 +97,7 @@ def forks_that_part_stay_together(patch: Patch) -> None:
 
 
 def claims_on_published_pages_hold_nothing(patch: Patch) -> None:
-    patch.setattr(Core, "now_stored", lambda *_: None)
+    patch.setattr(Claims, "now_stored", lambda *_: None)
 
 
 def sources_of_copies_are_let_go(patch: Patch) -> None:
@@ -132,44 +130,44 @@ def copies_are_handed_to_every_fork(patch: Patch) -> None:
 
 
 def evicts_what_is_held(patch: Patch) -> None:
-    patch.setattr(RunTree, "dequeue", lambda self, leaf: None)
-    patch.setattr(RunTree, "enqueue", lambda self, leaf: self.policy.add(leaf))
+    patch.setattr(Tree, "dequeue", lambda self, leaf: None)
+    patch.setattr(Tree, "enqueue", lambda self, leaf: self.policy.add(leaf))
 
 
 def a_fork_holds_nothing(patch: Patch) -> None:
-    patch.setattr(PrefixIndex, "again", lambda self, hold: hold)
+    patch.setattr(Tree, "again", lambda self, hold: hold)
 
 
 def a_match_is_not_held(patch: Patch) -> None:
-    hold = PrefixIndex.hold
+    hold = Tree.hold
 
     def careless(
-        self: PrefixIndex, match: object, namespace: object, *, used: bool = True
+        self: Tree, match: object, namespace: object, **how: object
     ) -> object:
-        end, source = hold(self, match, namespace, used=used)
+        end, source = hold(self, match, namespace, **how)
         if source is not None:
             self.release(source, used=False)
             source = self.again(end)
         return end, source
 
-    patch.setattr(PrefixIndex, "hold", careless)
+    patch.setattr(Tree, "hold", careless)
 
 
 def a_hold_counts_its_last_run_alone(patch: Patch) -> None:
-    hold = RunTree.hold
+    protect = Tree._protect
 
-    def short(self: RunTree, node: Node) -> None:
+    def short(self: Tree, node: Node) -> None:
         before = self.num_evictable
-        hold(self, node)
+        protect(self, node)
         if self.num_evictable < before:
             self.num_evictable = before - node.size
 
-    patch.setattr(RunTree, "hold", short)
+    patch.setattr(Tree, "_protect", short)
 
 
 def evicts_one_page_too_many(patch: Patch) -> None:
-    evict = PrefixIndex.evict
-    patch.setattr(PrefixIndex, "evict", lambda self, count: evict(self, count + (count == 2)))
+    evict = Tree.evict
+    patch.setattr(Tree, "evict", lambda self, count: evict(self, count + (count == 2)))
 
 
 def partial_matches_are_a_token_too_long(patch: Patch) -> None:
@@ -196,10 +194,10 @@ def partial_matches_are_a_token_too_short(patch: Patch) -> None:
 
 
 def namespaces_are_one(patch: Patch) -> None:
-    match, hold = PrefixIndex.match, PrefixIndex.hold
+    match, hold = Tree.match, Tree.hold
     one = as_namespace("")
-    patch.setattr(PrefixIndex, "match", lambda self, symbols, _: match(self, symbols, one))
-    patch.setattr(PrefixIndex, "hold", lambda self, found, _, **how: hold(self, found, one, **how))
+    patch.setattr(Tree, "match", lambda self, symbols, _: match(self, symbols, one))
+    patch.setattr(Tree, "hold", lambda self, found, _, **how: hold(self, found, one, **how))
 
 
 def keys_of_rejected_tokens_stay(patch: Patch) -> None:
@@ -212,24 +210,24 @@ def keys_know_no_namespace(patch: Patch) -> None:
 
 
 def evicts_before_it_is_known_to_be_enough(patch: Patch) -> None:
-    take = Core.take
+    make_room = PagedCache._make_room
 
-    def eager(self: Core, count: int) -> object:
-        if count > self.pool.num_free:
-            self.evict(1, "pressure")
-        return take(self, count)
+    def eager(self: PagedCache, count: int) -> None:
+        self._evict(1, "pressure")
+        make_room(self, count)
 
-    patch.setattr(Core, "take", eager)
+    patch.setattr(PagedCache, "_make_room", eager)
 
 
 def a_use_is_forgotten(patch: Patch) -> None:
-    patch.setattr(LRU, "hit", lambda self, entry: None)
-    patch.setattr(LRU, "used", lambda self, entry: None)
+    release = Tree.release
+    patch.setattr(Tree, "hit", lambda *_: None)
+    patch.setattr(Tree, "release", lambda self, hold, used=True: release(self, hold, used=False))
 
 
 def pins_are_forgotten(patch: Patch) -> None:
-    patch.setattr(RunTree, "enqueue", lambda self, leaf: self.policy.add(leaf))
-    patch.setattr(RunTree, "dequeue", lambda self, leaf: self.policy.discard(leaf))
+    patch.setattr(Tree, "enqueue", lambda self, leaf: self.policy.add(leaf))
+    patch.setattr(Tree, "dequeue", lambda self, leaf: self.policy.discard(leaf))
 
 
 def events_name_the_wrong_parent(patch: Patch) -> None:
@@ -238,7 +236,7 @@ def events_name_the_wrong_parent(patch: Patch) -> None:
     ) -> object:
         return Stored(sequence, namespace, -1, pages, tokens)
 
-    patch.setattr(sequence_module, "Stored", wrong)
+    patch.setattr(cache_module, "Stored", wrong)
 
 
 def duplicates_are_not_freed(patch: Patch) -> None:

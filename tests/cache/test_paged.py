@@ -420,11 +420,11 @@ def test_check_notices_what_is_wrong() -> None:
         with pytest.raises(AssertionError):
             cache.check()
 
-    broken(lambda cache, _: cache._core.pool.retain([0]))
-    broken(lambda cache, _: cache._core.pool.allocate(1))
-    broken(lambda cache, _: setattr(cache._core.index.tree, "num_pages", 9))
-    broken(lambda cache, _: setattr(cache._core.index.tree, "num_evictable", 1))
+    broken(lambda cache, _: cache.pool.retain([0]))
+    broken(lambda cache, _: cache.pool.allocate(1))
+    broken(lambda cache, _: setattr(cache.tree, "num_pages", 9))
+    broken(lambda cache, _: setattr(cache.tree, "num_evictable", 1))
     broken(lambda _, sequence: sequence._table.values.__setitem__(0, 1))
     broken(lambda _, sequence: sequence._table.cut(2))
     broken(lambda _, sequence: setattr(sequence, "_shared", 1))
-    broken(lambda cache, sequence: cache._core.sequences.pop(sequence.id))
+    broken(lambda cache, sequence: cache.sequences.pop(sequence.id))

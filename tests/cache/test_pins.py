@@ -141,7 +141,7 @@ def test_pins_that_ended_early_are_not_kept_until_their_time(
     cache.pin(prompt, ttl=1)
     for _ in range(1000):
         cache.unpin(cache.pin(prompt, ttl=1_000_000))
-    assert len(cache._core.pins._expiry) < 100
+    assert len(cache.pins._expiry) < 100
     clock.now += 1
     assert cache.stats().pins_expired == 1
 
@@ -259,7 +259,7 @@ def test_soft_pins_never_make_a_request_fail(script: list[Any], prefix: str) -> 
         cache.check()
     stats = cache.stats()
     used = {int(page) for sequence in running for page in sequence.pages}
-    sources = {claim.copy.src for claim in cache._core.claims()}
+    sources = {claim.copy.src for each in running for claim in each.claims()}
     protected = stats.pages_total - stats.pages_free - stats.pages_evictable
     # A claim on a stored page protects all pages before it; without claims the count is exact.
     assert protected >= len(used | sources)

@@ -155,7 +155,7 @@ def test_hints_can_wedge_nobody(cache: PagedCache) -> None:
 def test_sessions_beyond_the_most_are_forgotten(
     cache: PagedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache._core.sessions, "most", 50)
+    monkeypatch.setattr(cache.sessions, "most", 50)
     run(cache, A, "mine")
     for number in range(1000):
         run(cache, [number], f"hostile {number}")
@@ -171,7 +171,7 @@ def test_hints_alone_make_nothing(cache: PagedCache) -> None:
         told = cache.session(str(number))
         assert (told.close(), told.suspend(5)) == (0, 0)
     assert cache.stats().sessions == 0
-    assert cache._core.index.owners is None, "nor does a cache without sessions keep owners"
+    assert not cache.sessions.follows, "nor does a cache without sessions keep owners"
 
 
 def test_what_is_evicted_is_gone(cache: PagedCache) -> None:

@@ -17,7 +17,7 @@ from kvkeep.core.eviction import (
     Priority,
     policy,
 )
-from kvkeep.core.eviction.queues import AgeQueue
+from kvkeep.core.eviction import AgeQueue
 from kvkeep.store.tiers.two_queues import TwoQ
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry

@@ -158,7 +158,7 @@ def test_a_full_queue_never_holds_the_cache_up_and_loses_nothing_for_good():
     reader = EventReader([Source("a", publisher.endpoint, publisher.replay)], mirror, check_s=0.2)
     rng = np.random.default_rng(1)
     try:
-        with cache._core._lock:  # the thread cannot look at the cache: the queue runs over
+        with cache.lock:  # the thread cannot look at the cache: the queue runs over
             while publisher.stats.dropped < 20:
                 fill(cache, rng.integers(0, 9, 40))
         eventually(lambda: mirror.of() == hashes(cache))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Tokens
 
     from kvkeep import Sequence
-    from kvkeep.core.prefix import PrefixRun
+    from kvkeep.core.prefix.render import PrefixRun
 
 __all__ = ["BOTH", "GRID", "STATE", "WINDOW", "SymbolicEngine", "brute_force", "prompt"]
 
@@ -147,7 +147,7 @@ class SymbolicEngine:
 def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = "") -> int:
     """Return the longest prefix, in tokens, that all groups allow: each position is tried."""
     cache, layout = engine.cache, engine.layout
-    index = cache._core.index
+    index = cache.tree
     size = layout.page_size
     row = np.array(prompt[:-1], np.int32)
     from kvkeep.core.keys import as_namespace
@@ -156,8 +156,8 @@ def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = ""
     match = index.match(index.encoder(space).lookup(row), space)
     if match is None:
         return 0
-    assert cache._core.groups is not None
-    rows = cache._core.groups.stored_rows.rows
+    assert cache.board is not None
+    rows = cache.board.stored_rows.rows
     points = {point for run in cache.runs(namespace) for point in _ends(run)}
 
     def keeps(window: int, page: int) -> bool:

@@ -25,7 +25,7 @@ def test_a_place_where_prompts_branch_does_not_go_first() -> None:
     engine = SymbolicEngine(4000, STATE)
     for number in (1, 2):
         engine.run(prompt(0, 40) + prompt(number, 40)).close()
-    order = engine.cache._core.groups.order
+    order = engine.cache.board.order
     assert {one.page for one in order if not one.early} == {10, 19}
 
 
@@ -34,7 +34,7 @@ def test_loose_rows_are_freed_oldest_first_and_those_in_use_are_kept() -> None:
     engine = SymbolicEngine(600, layout)
     engine.run(prompt(1, 80)).close()
     running = engine.run(prompt(2, 80))
-    board = engine.cache._core.groups
+    board = engine.cache.board
     for checkpoint in list(board.order):
         board.remove(checkpoint)
     assert board.free_loose(7) == 8, "four rows of two pages"

@@ -91,8 +91,8 @@ def test_the_state_was_evicted() -> None:
     served = Explained(900, STATE)
     served.run(prompt(1, 60))
     served.now += 5
-    (checkpoint,) = served.cache._core.groups.order
-    served.cache._core.groups.order.extended(checkpoint)
+    (checkpoint,) = served.cache.board.order
+    served.cache.board.order.extended(checkpoint)
     served.cache.evict(5)
     served.now += 55
     found = served.run(prompt(1, 60) + prompt(2, 9))

@@ -39,7 +39,7 @@ class Reader:
 
 def resumable(engine: SymbolicEngine) -> set[tuple[int, ...]]:
     """The tokens of all blocks with a checkpoint at their end or behind it."""
-    index, size = engine.cache._core.index, engine.size
+    index, size = engine.cache.tree, engine.size
     found: set[tuple[int, ...]] = set()
     for run in engine.cache.runs():
         assert run.tokens is not None
@@ -71,7 +71,7 @@ def test_blocks_are_published_up_to_checkpoints(layout: GroupLayout, seed: int) 
         try:
             engine.run(tokens[:120]).close(keep=chance.random() > 0.1)
         except OutOfPages:
-            for sequence in list(engine.cache._core.sequences.values()):
+            for sequence in list(engine.cache.sequences.values()):
                 sequence.close()
         if chance.random() < 0.2:
             engine.cache.evict(chance.randrange(30))

@@ -196,10 +196,10 @@ class GroupMachine(RuleBasedStateMachine):
     def hint(self, session: str, space: str, hint: str) -> None:
         """`check` recounts the pages of sessions."""
         one = self.cache.session(session, space)
-        state = self.cache._core.sessions.states.get((one.namespace, session))
+        state = self.cache.sessions.states.get((one.namespace, session))
         nodes = [] if state is None else list(state.nodes)
-        assert self.cache._core.groups is not None
-        stored = self.cache._core.groups.stored_rows.rows
+        assert self.cache.board is not None
+        stored = self.cache.board.stored_rows.rows
         rows = sum((rows[node.pages] >= 0).sum() for node in nodes for rows in stored)
         states = sum(len(c.state) for n in nodes for c in n.extra.all if c.state is not None)
         own = sum(len(node.pages) for node in nodes) + rows + states
@@ -246,7 +246,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(chosen=st.integers(0, 30))
     def evict_below(self, chosen: int) -> None:
-        roots = self.cache._core.index.tree.roots.values()
+        roots = self.cache.tree.roots.values()
         nodes = [node.id for root in roots for node, _ in descend(root)]
         if nodes:
             self.freed(lambda: self.cache.evict_below(nodes[chosen % len(nodes)]))

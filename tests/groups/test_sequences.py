@@ -90,7 +90,7 @@ def test_no_policy_keeps_what_no_request_can_use(eviction: str) -> None:
         at = chance.randrange(len(chats))
         engine.run(chats[at]).close()
         chats[at] = (chats[at] + prompt(1000 + number, 14))[:150]
-        roots = engine.cache._core.index.tree.roots.values()
+        roots = engine.cache.tree.roots.values()
         most = max(most, sum(_useless(root)[0] for root in roots))
     engine.cache.check()
     assert most < 20, "a prompt's tail or two; about 35 if such runs wait for the policy"

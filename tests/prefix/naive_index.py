@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.eviction import Entry
-from kvkeep.core.prefix import PrefixMatch, PrefixRun
-from kvkeep.core.prefix.base import Encoder
-from kvkeep.core.prefix.results import Inserted
+from kvkeep.core.prefix import PrefixMatch
+from kvkeep.core.prefix.render import PrefixRun
+from kvkeep.core.prefix.tree import Encoder
+from kvkeep.core.prefix.tree import Inserted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import PrefixIndex, PrefixMatch
-    from kvkeep.core.prefix.base import Encoder
+    from kvkeep.core.prefix.tree import Encoder
 
 __all__ = ["HeldPath", "IndexDriver"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvkeep.core.prefix import heads
-from kvkeep.core.prefix.heads import Heads, common_bytes, common_head
+from kvkeep.core.prefix.trails import Heads, common_bytes, common_head
 
 WIDTH = 4
 

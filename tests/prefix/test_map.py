@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvkeep import Namespace
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import ChainIndex, RadixIndex
-from kvkeep.core.prefix.base import Survey, TreeWalk
+from kvkeep.core.cache.inspector import Survey, TreeWalk
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.tokens import as_tokens
 

@@ -94,7 +94,7 @@ def _tokens_alike(left: bytes, right: bytes) -> int:
 
 def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
     """Assert that the index matches what a walk from page to page finds."""
-    index, space = cache._core.index, as_namespace(namespace)
+    index, space = cache.tree, as_namespace(namespace)
     symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
     match = index.match(symbols, space)
     if match is None:
@@ -134,7 +134,7 @@ class TrailsMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.events: list[list[str]] = [[], []]
         for cache, seen, steps in zip(self.both, self.events, (2, NEVER), strict=True):
-            cache._core.index.tree.trails.steps = steps
+            cache.tree.trails.steps = steps
             cache.subscribe(lambda event, seen=seen: seen.append(repr(event)))
         self.prompts: list[list[int]] = [[0]]
         self.most_tokens = 24 * page_size
@@ -306,7 +306,7 @@ class TrailsMachine(RuleBasedStateMachine):
         for tokens in self.prompts[-6:]:
             for space in ("", "tenant"):
                 agrees(joined, tokens, space)
-        assert not plain._core.index.tree.trails.num_bytes
+        assert not plain.tree.trails.num_bytes
         joined.check()
         assert self.events[0] == self.events[1]
         for space in ("", "tenant"):
@@ -322,7 +322,7 @@ class TrailsMachine(RuleBasedStateMachine):
         for pins in self.pins:
             self.twice(lambda one: self.both[one].unpin(pins[one]))  # noqa: B023
         self.twice(lambda one: self.both[one].clear())
-        assert self.both[0]._core.index.tree.trails.num_bytes == 0
+        assert self.both[0].tree.trails.num_bytes == 0
 
 
 # --- single cases --------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_a_run_that_loses_its_front_keeps_its_place(policy: str) -> None:
                 sequence.copies()
                 sequence.publish()
     assert sum(1 for _ in cache.runs()) == 300
-    orders = cache._core.index.policy
+    orders = cache.tree.policy
     assert isinstance(orders, QueuePolicy | LevelPolicy)
     queues = [orders._queue] if isinstance(orders, QueuePolicy) else [*orders._queues.values()]
     assert sum(len(queue._between) for queue in queues) == 0

@@ -44,7 +44,7 @@ class Talks:
 
     @property
     def returns(self) -> Returns:
-        waits = self.cache._core.index.tree.waits
+        waits = self.cache.tree.waits
         assert waits is not None
         return waits.returns
 
@@ -169,7 +169,7 @@ def test_what_is_learned_of_answers_is_what_prompts_repeat(
     """Whatever was evicted meanwhile: nothing is learned, or what is true."""
     chance = random.Random(seed)
     talks = Talks(pages, prefix=prefix)
-    waits = talks.cache._core.index.tree.waits
+    waits = talks.cache.tree.waits
     assert waits is not None
     told: list[tuple[int, int, int]] = []
     read_again = waits.read_again
@@ -382,6 +382,6 @@ def test_conversations_that_are_over_leave_nothing_behind() -> None:
         wait = next(iter(talks.returns))
         talks.returns.lost(wait, talks.now)
     assert len(talks.returns) == 0
-    waits = talks.cache._core.index.tree.waits
+    waits = talks.cache.tree.waits
     assert waits is not None
     assert len(waits._at_roots) <= 16
