@@ -141,9 +141,7 @@ def a_fork_holds_nothing(patch: Patch) -> None:
 def a_match_is_not_held(patch: Patch) -> None:
     hold = Tree.hold
 
-    def careless(
-        self: Tree, match: object, namespace: object, **how: object
-    ) -> object:
+    def careless(self: Tree, match: object, namespace: object, **how: object) -> object:
         end, source = hold(self, match, namespace, **how)
         if source is not None:
             self.release(source, used=False)

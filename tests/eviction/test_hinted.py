@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvkeep.core.eviction.hints import Hinted
 
 from kvkeep.core.eviction import LRU, POLICIES, Entry, EvictionPolicy, Priority, policy
-from kvkeep.core.eviction.hints import Hinted
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry
 

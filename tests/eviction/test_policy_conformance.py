@@ -12,12 +12,12 @@ from kvkeep import InvalidValue, PagedCache
 from kvkeep.core.eviction import (
     LRU,
     POLICIES,
+    AgeQueue,
     Entry,
     EvictionPolicy,
     Priority,
     policy,
 )
-from kvkeep.core.eviction import AgeQueue
 from kvkeep.store.tiers.two_queues import TwoQ
 from kvkeep.testing import PolicyTests
 from kvkeep.testing.policy_suite import drain, new_entry

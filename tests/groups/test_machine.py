@@ -201,7 +201,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.cache.board is not None
         stored = self.cache.board.stored_rows.rows
         rows = sum((rows[node.pages] >= 0).sum() for node in nodes for rows in stored)
-        states = sum(len(c.state) for n in nodes for c in n.extra.all if c.state is not None)
+        states = sum(len(c.state) for n in nodes for c in n.groups.all if c.state is not None)
         own = sum(len(node.pages) for node in nodes) + rows + states
         assert one.num_pages == own
         if hint == "suspend":

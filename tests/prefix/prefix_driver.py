@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.keys import as_namespace
-from kvkeep.core.prefix.pinned import Pinned
 from kvkeep.core.tokens import as_tokens
 from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix import PrefixIndex, PrefixMatch
+    from kvkeep.core.prefix import PrefixMatch, Tree
     from kvkeep.core.prefix.tree import Encoder
 
 __all__ = ["HeldPath", "IndexDriver"]
@@ -36,12 +35,10 @@ class HeldPath:
 class IndexDriver:
     """Gives out page ids 0, 1, 2 …, remembers all holds, and tells the model what was stored."""
 
-    def __init__(self, index: PrefixIndex, *, exact: bool) -> None:
+    def __init__(self, index: Tree, *, exact: bool) -> None:
         self.index = index
         self.naive = NaiveCache(index.page_size, exact=exact)
         self.held: list[HeldPath] = []
-        self.hard: dict[Pinned, HeldPath] = {}
-        self.pins: dict[Pinned, list[int]] = {}  # the pages that were there when they were set
         self._pages = 0
 
     def match(self, tokens: list[int], namespace: str = "") -> PrefixMatch | None:
@@ -116,7 +113,7 @@ class IndexDriver:
 
     def shorten(self, held: HeldPath, pages: int) -> None:
         """Hold only the first ``pages`` pages."""
-        held.hold = self.index.shorten(held.hold, pages)
+        held.hold = self.index.move(held.hold, held.hold, pages)
         held.encoder.cut(pages)
         held.pages = held.pages[:pages]
 
@@ -126,24 +123,6 @@ class IndexDriver:
         self.index.release(held.hold, used=used)
         if held.source is not None:
             self.index.release(held.source, used=used)
-
-    def pin(self, held: HeldPath, *, hard: bool = False) -> Pinned:
-        """Pin the path of ``held``, which stays the caller's: a hard pin gets a hold of its own."""
-        pin = Pinned()
-        if hard:
-            pages = held.pages.copy()
-            self.hard[pin] = HeldPath(held.namespace, held.encoder, held.hold, pages)
-            self.index.again(held.hold)
-        self.index.pin(held.hold, pin, hard=hard)
-        self.pins[pin] = held.pages.copy()
-        return pin
-
-    def unpin(self, pin: Pinned) -> None:
-        """End a pin, broken or not."""
-        del self.pins[pin]
-        self.hard.pop(pin, None)
-        self.index.unpin(pin)
-        assert not pin.num_pages
 
     def drop(self, held: HeldPath, keep: int) -> list[int]:
         """End a hold and forget what is behind ``keep`` pages, so far as nobody needs it."""
@@ -171,8 +150,7 @@ class IndexDriver:
 
     def kept(self) -> set[int]:
         """All pages that are held."""
-        holds = [*self.held, *self.hard.values()]
-        return {page for held in holds for page in self.protected(held)}
+        return {page for held in self.held for page in self.protected(held)}
 
     def protected(self, held: HeldPath) -> list[int]:
         """The pages that one hold keeps."""
@@ -180,7 +158,7 @@ class IndexDriver:
 
     def check(self) -> None:
         """Let the index recount everything, and compare its counts with the model's."""
-        holds = [held.hold for held in (*self.held, *self.hard.values())]
+        holds = [held.hold for held in self.held]
         holds += [held.source for held in self.held if held.source is not None]
         stored = self.index.check(holds)
         assert sorted(stored.tolist()) == sorted(self.naive.pages)
@@ -189,11 +167,6 @@ class IndexDriver:
         spaces = {page.namespace for page in self.naive.pages.values()}
         assert {s for s, count in self.index.namespaces().items() if count} == spaces
         holders = {held.namespace for held in self.held}
-        assert self.index.num_namespaces == len(spaces | holders)
+        assert len(self.index.roots) == len(spaces | holders)
         for held in self.held:
             assert held.hold.end == len(held.pages)
-        covered = {p for pin, path in self.pins.items() for p in path[: pin.num_pages]}
-        assert self.index.pins.num_pages == len(covered)
-        assert covered <= self.naive.pages.keys()
-        hard = {page for held in self.hard.values() for page in held.pages}
-        assert self.index.pins.num_hard == len(hard)

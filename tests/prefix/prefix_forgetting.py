@@ -119,15 +119,13 @@ class ForgettingTests(PrefixHooks):
             driver.check()
 
     def test_drop_spares_what_others_need(self, driver: IndexDriver) -> None:
-        """Pages that are held, that lead to others, or that are pinned, stay."""
+        """Pages that are held, or that lead to others, stay."""
         stem, tokens = pages_of(driver, 1, 2), pages_of(driver, 1, 2, 3, 4)
-        for needed in ("held", "followed", "pinned"):
+        for needed in ("held", "followed"):
             held = driver.keep(tokens)
             other = driver.open(stem)
             if needed == "followed":
                 driver.store(pages_of(driver, 1, 2, 9))
-            if needed == "pinned":
-                driver.pin(other)
             if needed != "held":
                 driver.close(other)
             assert sorted(driver.drop(held, 0)) == sorted(held.pages[2:])
@@ -143,7 +141,7 @@ class ForgettingTests(PrefixHooks):
         other = driver.fork(held)
         assert driver.drop(held, 0) == []
         assert sorted(driver.drop(other, 0)) == sorted(held.pages)
-        assert driver.index.num_namespaces == 0
+        assert len(driver.index.roots) == 0
 
     def test_clear_forgets_what_nobody_holds(self, driver: IndexDriver) -> None:
         """In one namespace or in all; a stranger's namespace has nothing to clear."""
@@ -159,4 +157,4 @@ class ForgettingTests(PrefixHooks):
         driver.check()
         driver.close(held)
         assert len(driver.clear()) == 2
-        assert driver.index.num_namespaces == driver.index.num_pages == 0
+        assert len(driver.index.roots) == driver.index.num_pages == 0

@@ -11,7 +11,7 @@ from kvkeep.core.eviction import LRU
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.core.prefix import PrefixIndex
+    from kvkeep.core.prefix import Tree
 
 __all__ = ["PrefixHooks", "pages_of"]
 
@@ -22,7 +22,7 @@ class PrefixHooks:
     exact = False
     """The index finds pages that match only in part."""
 
-    def make_index(self, page_size: int, policy: EvictionPolicy) -> PrefixIndex:
+    def make_index(self, page_size: int, policy: EvictionPolicy) -> Tree:
         """A new, empty index."""
         raise NotImplementedError("say how to make the index that is to be tested")
 

@@ -14,13 +14,10 @@ from prompt_recipes import Recipe, recipes
 if TYPE_CHECKING:
     from prefix_driver import HeldPath, IndexDriver
 
-    from kvkeep.core.prefix.pinned import Pinned
-
 __all__ = ["WalkTests"]
 
 _NAMES = [
     "open", "publish", "publish", "store", "fork", "shorten", "close", "drop", "evict", "clear",
-    "pin", "unpin",
 ]  # fmt: skip
 
 
@@ -48,12 +45,11 @@ STEPS = st.lists(
 
 
 class PrefixWalk:
-    """One walk: the prompts so far, and the pins it has set."""
+    """One walk, and the prompts so far."""
 
     def __init__(self, driver: IndexDriver) -> None:
         self.driver = driver
         self.prompts: list[list[int]] = []
-        self.pins: list[Pinned] = []
 
     def take(self, step: WalkStep) -> None:
         """Do what can be done now, and look at everything."""
@@ -67,8 +63,6 @@ class PrefixWalk:
             assert len(driver.evict(step.number)) == expected
         elif step.name == "clear":
             driver.clear(step.space if step.number % 2 else None)
-        elif step.name == "unpin" and self.pins:
-            driver.unpin(self.pins.pop(step.which % len(self.pins)))
         elif driver.held:
             self.use(driver.held[step.which % len(driver.held)], step, tokens)
         driver.check()
@@ -89,8 +83,6 @@ class PrefixWalk:
             driver.shorten(held, step.number % (pages + 1))
         elif step.name == "drop":
             driver.drop(held, step.number % (pages + 1))
-        elif step.name == "pin" and pages:
-            self.pins.append(driver.pin(held, hard=step.number % 4 == 0))
         elif step.name == "close":
             driver.close(held, used=bool(step.number % 2))
 
@@ -110,11 +102,9 @@ class WalkTests(PrefixHooks):
                 walk.take(step)
             for held in driver.held.copy():
                 driver.close(held)
-            for pin in walk.pins:
-                driver.unpin(pin)
             driver.check()
             stored = driver.index.num_pages
             assert len(driver.evict(stored + 1)) == stored
-            assert driver.index.num_pages == driver.index.num_namespaces == 0
+            assert driver.index.num_pages == len(driver.index.roots) == 0
 
         run()

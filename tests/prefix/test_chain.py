@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace, PagedCache
+from kvkeep.core.cache.inspector import runs_of
 from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
 from kvkeep.core.prefix import ChainIndex, chain
@@ -111,7 +112,7 @@ def test_equal_bytes_of_a_key_and_a_token_row_do_not_meet() -> None:
     tokens = as_tokens(range(8))
     hold, _ = index.hold(None, space)
     hold = index.insert(hold, index.encoder(space).pages(tokens, 0, 1), pages([0]), 0).hold
-    key = next(index.runs(space)).symbols
+    key = next(runs_of(index, space)).symbols
     forged = np.frombuffer(key, "<i4") & 0x7FFFFFFF
     match: Any = index.match(index.encoder(space).lookup(forged), space)
     assert len(match.pages) == 0

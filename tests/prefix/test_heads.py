@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvkeep.core.prefix import heads
+from kvkeep.core.prefix import trails
 from kvkeep.core.prefix.trails import Heads, common_bytes, common_head
 
 WIDTH = 4
@@ -97,7 +97,7 @@ def check(order: Heads, alive: dict[bytes, None]) -> None:
     assert order._last == sorted(order._last)
     for block, last in zip(order._blocks, order._last, strict=True):
         assert all(key <= last for key in block)
-        assert len(block) <= 2 * heads._BLOCK
+        assert len(block) <= 2 * trails._BLOCK
 
 
 class SmallBlocks(HeadsMachine):
@@ -105,10 +105,10 @@ class SmallBlocks(HeadsMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._block, heads._BLOCK = heads._BLOCK, 2
+        self._block, trails._BLOCK = trails._BLOCK, 2
 
     def teardown(self) -> None:
-        heads._BLOCK = self._block
+        trails._BLOCK = self._block
 
 
 TestHeads = HeadsMachine.TestCase

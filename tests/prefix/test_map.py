@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import Namespace
+from kvkeep.core.cache.inspector import Survey, TreeWalk, walk_tree
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import ChainIndex, RadixIndex
-from kvkeep.core.cache.inspector import Survey, TreeWalk
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.tokens import as_tokens
 
@@ -64,7 +64,7 @@ class Tree:
         self.index.release(hold, used=False)
 
     def roots(self) -> list[Node]:
-        return list(self.index._roots.values())
+        return list(self.index.roots.values())
 
     def nodes(self) -> list[Node]:
         """All runs, however they are found."""
@@ -73,7 +73,7 @@ class Tree:
     def walk(
         self, columns: Iterable[str] = Survey.COLUMNS, top: Any = None, step: int = 3
     ) -> TreeWalk:
-        walk = self.index.walk(columns, top)
+        walk = walk_tree(self.index, columns, top)
         while not walk.done:
             walk.step(step)
         return walk
@@ -102,7 +102,7 @@ def grown(asked: list[tuple[list[int], int]], evicted: int = 0) -> Tree:
 
 
 def uses_below(node: Node) -> int:
-    return node.uses + sum(uses_below(child) for child in node.children.values())
+    return node.hits + sum(uses_below(child) for child in node.children.values())
 
 
 @given(prompts, st.integers(0, 6), st.integers(1, 9))
@@ -118,7 +118,7 @@ def test_sums_are_those_of_a_recount(asked, evicted, step):
         below = [one for one, _ in descend(node)]
         assert survey.below_pages[row] == sum(one.size for one in below)
         assert survey.below_runs[row] == sum(1 for one in below if one.end)
-        assert survey.below_uses[row] == uses_below(node)
+        assert survey.below_hits[row] == uses_below(node)
         assert survey.parents[row] == (-1 if node.parent is None else rows[node.parent])
         assert survey.ids[row] == node.id
 
@@ -183,7 +183,7 @@ def test_a_front_that_is_joined_again_counts_once(looked_at):
     tree.put([1, 1, 2, 2, 3, 3])
     hold = tree.probe([1, 1])
     assert len(tree.nodes()) == 2
-    walk = tree.index.walk(Survey.COLUMNS)
+    walk = walk_tree(tree.index, Survey.COLUMNS)
     walk.step(1)
     for _ in range(looked_at - 1):
         walk.step(1)
@@ -202,7 +202,7 @@ def test_a_top_that_is_joined_again_is_gone():
     tree = Tree()
     tree.put([1, 1, 2, 2, 3, 3])
     hold = tree.probe([1, 1])
-    walk = tree.index.walk(Survey.COLUMNS, tree.nodes()[0])
+    walk = walk_tree(tree.index, Survey.COLUMNS, tree.nodes()[0])
     tree.unprobe(hold)
     while not walk.done:
         walk.step(1)
@@ -220,7 +220,7 @@ def test_any_change_between_steps_leaves_sums_that_fit_together(asked, later, st
         tree.probe(asked[which % len(asked)][0][:count], asked[which % len(asked)][1])
         for which, count in cuts
     ]
-    walk = tree.index.walk(Survey.COLUMNS)
+    walk = walk_tree(tree.index, Survey.COLUMNS)
     coming = iter(later)
     going = iter(evicted)
     while not walk.done:

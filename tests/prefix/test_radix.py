@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvkeep import Namespace
+from kvkeep.core.cache.inspector import runs_of
 from kvkeep.core.eviction import LRU
 from kvkeep.core.prefix import RadixIndex
-from kvkeep.core.prefix.pinned import Pinned
 from kvkeep.core.prefix.tree import _GROW_PAGES
 from kvkeep.core.tokens import as_tokens
 
@@ -54,7 +54,7 @@ class Store:
         return hold
 
     def runs(self) -> list[tuple[int, int, list[int]]]:
-        return [(run.depth, run.start, run.pages.tolist()) for run in self.index.runs(SPACE)]
+        return [(run.depth, run.start, run.pages.tolist()) for run in runs_of(self.index, SPACE)]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def cut(store: Store) -> tuple[Any, Any]:
 
 
 def test_a_run_that_was_cut_for_a_hold_is_one_run_again(store: Store) -> None:
-    (before,) = (child for root in store.index._roots.values() for child in root.children.values())
+    (before,) = (child for root in store.index.roots.values() for child in root.children.values())
     hold, source = cut(store)
     store.index.release(source, used=False)
     assert store.runs() == [(0, 0, [0, 1, 2])]
@@ -98,10 +98,6 @@ def test_a_run_stays_cut_where_its_parts_differ(store: Store) -> None:
     def held(source: Any) -> list[Any]:
         return [store.index.again(source)]
 
-    def pinned(source: Any) -> list[Any]:
-        store.index.pin(source, Pinned())
-        return []
-
     def branched(source: Any) -> list[Any]:
         store.put([1, 2, 3, 4, 50, 60, 70, 80])
         return []
@@ -109,7 +105,7 @@ def test_a_run_stays_cut_where_its_parts_differ(store: Store) -> None:
     def reused(source: Any) -> list[Any]:
         return [store.index.hold(store.index.match(store.symbols([1, 2, 3, 4]), SPACE), SPACE)[0]]
 
-    for differ in (used, held, pinned, branched, reused):
+    for differ in (used, held, branched, reused):
         store = Store()
         store.put([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
         hold, source = cut(store)
@@ -149,7 +145,7 @@ def grow(store: Store, pages: int, hold: Any = None, first: int = 1000) -> Any:
 def test_a_leaf_grows_in_place_up_to_a_bound() -> None:
     store = Store()
     hold = grow(store, 3 * _GROW_PAGES)
-    sizes = [len(run.pages) for run in store.index.runs(SPACE)]
+    sizes = [len(run.pages) for run in runs_of(store.index, SPACE)]
     assert sum(sizes) == 3 * _GROW_PAGES
     assert len(sizes) <= 4, "a few long runs, not one per publish"
     assert max(sizes) <= _GROW_PAGES + 1, "and no publish copies more than this"
@@ -159,7 +155,7 @@ def test_a_leaf_grows_in_place_up_to_a_bound() -> None:
 def test_pages_taken_off_the_tail_give_their_memory_back() -> None:
     store = Store()
     store.put([token for token in range(1000) for _ in range(4)])
-    (root,) = store.index._roots.values()
+    (root,) = store.index.roots.values()
     (leaf,) = root.children.values()
     for left in (999, 700, 400, 399, 3, 1):
         gone = store.index.evict(store.index.num_pages - left)

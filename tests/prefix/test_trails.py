@@ -33,7 +33,7 @@ from prompt_recipes import recipes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.core.prefix.base import PrefixIndex
+    from kvkeep.core.prefix import Tree
     from prompt_recipes import Recipe
 
 NEVER = 10**9
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, Callable[[int], int | GroupLayout]] = {
 class Walked:
     """A match as a walk from page to page finds it."""
 
-    def __init__(self, index: PrefixIndex, symbols: bytes, root: Node) -> None:
+    def __init__(self, index: Tree, symbols: bytes, root: Node) -> None:
         self.pages: list[int] = []
         self.nodes: list[Node] = []  # of each page
         self.end, self.taken = root, 0
@@ -98,9 +98,9 @@ def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
     symbols = bytes(index.encoder(space).lookup(as_tokens(tokens)))
     match = index.match(symbols, space)
     if match is None:
-        assert space not in index.tree.roots
+        assert space not in index.roots
         return
-    walked = Walked(index, symbols, index.tree.roots[space])
+    walked = Walked(index, symbols, index.roots[space])
     assert match.pages.tolist() == walked.pages
     assert (match.end, match.taken) == (walked.end, walked.taken)
     assert [match.node_at(at + 1) for at in range(len(match.pages))] == walked.nodes

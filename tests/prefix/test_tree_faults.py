@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep import PagedCache
-from kvkeep.core.eviction.queues import LevelPolicy, QueuePolicy
+from kvkeep.core.eviction import LRU, Priority
 
 
 @pytest.mark.parametrize("prefix", ["radix", "chain"])
@@ -41,8 +41,8 @@ def test_a_run_that_loses_its_front_keeps_its_place(policy: str) -> None:
                 sequence.publish()
     assert sum(1 for _ in cache.runs()) == 300
     orders = cache.tree.policy
-    assert isinstance(orders, QueuePolicy | LevelPolicy)
-    queues = [orders._queue] if isinstance(orders, QueuePolicy) else [*orders._queues.values()]
+    assert isinstance(orders, LRU | Priority)
+    queues = [orders._queue] if isinstance(orders, LRU) else [*orders._queues.values()]
     assert sum(len(queue._between) for queue in queues) == 0
     cache.check()
     before = cache.stats().pages_cached

@@ -103,8 +103,8 @@ class Opened:
 
     ``cached_tokens`` need no computing. The KV of ``stored_tokens`` is cached in the layers that
     keep every token: more, if a window or a state was missing there. None: no more. ``returned`` is
-    set in a cache whose policy follows conversations, if the prompt continues one. ``miss`` says why
-    the rest of the prompt is computed; None for a fork.
+    set in a cache whose policy follows conversations, if the prompt continues one. ``miss`` says
+    why the rest of the prompt is computed; None for a fork.
     """
 
     sequence: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,9 @@ class _Query:
     space: Namespace
     extras: Extras = ()
     public: int = 0
-    symbols: bytes | memoryview = field(default=b"", init=False)
+    encoder: Encoder | None = None
+    """Of its tokens, for what it publishes."""
+    symbols: bytes | memoryview = b""
     """What the index compares, once it was looked up."""
 
 
@@ -333,7 +335,8 @@ class PagedCache:
             row = tokens[:stop]
             if query.extras:
                 row = marks.known(row, query.extras)
-            query.symbols = self.tree.encoder(query.space).lookup(row)
+            query.encoder = self.tree.encoder(query.space)
+            query.symbols = query.encoder.lookup(row)
             match = self.tree.match(query.symbols, query.space)
         # Tokens that equal stored ones are not negative, unless marks are stored.
         check_range(tokens, 0 if len(marks) else self._matched(match))
@@ -376,7 +379,9 @@ class PagedCache:
             return Miss("no state", cached, until=self._matched(match))
         return self.misses.why(match, query.symbols, query.space, self.sequences)
 
-    def _open(self, query: _Query, priority: int, reserve: int, session: str | None) -> Sequence:
+    def _open(  # noqa: PLR0915 - one path, in order
+        self, query: _Query, priority: int, reserve: int, session: str | None
+    ) -> Sequence:
         tokens, space = query.tokens, query.space
         if not len(tokens):
             raise InvalidValue("a prompt has at least one token, got none")
@@ -795,8 +800,10 @@ class PagedCache:
 
     def runs(self, namespace: NamespaceLike = "") -> Iterator[PrefixRun]:
         """Return the runs of a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
+        from kvkeep.core.cache.inspector import runs_of  # noqa: PLC0415 - only where needed
+
         with self.lock:
-            return iter(list(self._inspector.runs(as_namespace(namespace))))
+            return iter(list(runs_of(self.tree, as_namespace(namespace))))
 
     def namespaces(self) -> dict[Namespace, int]:
         """Return the namespaces that have cached pages, and how many."""
@@ -921,7 +928,7 @@ class Sequence:
             self.public_pages, self.watched = query.public_pages, query.watched
         else:
             marks = cache.tree.marks
-            self.encoder = cache.tree.encoder(query.space)
+            self.encoder = query.encoder or cache.tree.encoder(query.space)
             if query.public:
                 border = Border(query.public, cache.page_size, salt_of(query.namespace))
                 self._tokens: TokenRow = SaltedRow(marks, query.tokens, query.extras, border)
@@ -946,9 +953,7 @@ class Sequence:
             self._pending.add(copy, source)
         self._cache.sequences[self.id] = self
 
-    def begin_groups(
-        self, groups: SequenceGroups, state: PageArray | None, found: int
-    ) -> None:
+    def begin_groups(self, groups: SequenceGroups, state: PageArray | None, found: int) -> None:
         """Start with these rows, and ``state`` as the running one; ``found`` pages are cached."""
         groups.begin(state, self._tokens, found=found)
         self.groups = groups

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
     Head = tuple[TokenArray | None, bytes]
 
-__all__ = ["Inspector", "Survey", "TreeWalk"]
+__all__ = ["Inspector", "Survey", "TreeWalk", "runs_of", "walk_tree"]
 
 _children = attrgetter("children")
 
@@ -121,6 +121,24 @@ def _now(front: Node) -> Node:
     while front.parent is None and front.children:
         (front,) = front.children.values()
     return front
+
+
+def walk_tree(
+    tree: Tree, columns: Iterable[str] = (), top: Namespace | Node | None = None
+) -> TreeWalk:
+    """Return a walk over all nodes, those of one namespace, or a node and its descendants."""
+    if top is None:
+        return TreeWalk([*tree.roots.values()], *columns)
+    return TreeWalk([top] if isinstance(top, Node) else tree.tops(top), *columns)
+
+
+def runs_of(tree: Tree, namespace: Namespace) -> Iterator[PrefixRun]:
+    """Yield the runs behind a root depth first, most recently used branches first."""
+    root = tree.roots.get(namespace)
+    marks = tree.marks if tree.exact else None
+    for node, depth in () if root is None else descend(root):
+        if node.parent is not None:
+            yield PrefixRun.of(node, depth - 1, tree.describe(node), marks)
 
 
 class Survey:
@@ -388,27 +406,13 @@ class Inspector:
     def _walk(self, columns: Sequence[str], top: Any) -> TreeWalk:
         step = _STEP // 8 if self._grouped else _STEP  # rows are counted, page by page
         with self._lock:
-            walk = self._walk_from(columns, top)
+            walk = walk_tree(self._tree, columns, top)
             walk.step(step)
         while not walk.done:
             self._pause()
             with self._lock:
                 walk.step(step)
         return walk
-
-    def _walk_from(self, columns: Iterable[str], top: Namespace | Node | None) -> TreeWalk:
-        """Return a walk over all nodes, those of one namespace, or a node and its descendants."""
-        if top is None:
-            return TreeWalk([*self._tree.roots.values()], *columns)
-        return TreeWalk([top] if isinstance(top, Node) else self._tree.tops(top), *columns)
-
-    def runs(self, namespace: Namespace) -> Iterator[PrefixRun]:
-        """Yield the runs behind a root depth first, most recently used branches first."""
-        root = self._tree.roots.get(namespace)
-        marks = self._tree.marks if self._tree.exact else None
-        for node, depth in () if root is None else descend(root):
-            if node.parent is not None:
-                yield PrefixRun.of(node, depth - 1, self._tree.describe(node), marks)
 
     def _pause(self) -> None:
         """Give other threads the lock; a hook holds it in any case."""
@@ -419,7 +423,7 @@ class Inspector:
         """Return a node by its number, or raise `NotCached`; it may be evicted right afterwards."""
         number = whole("a node's id", number)
         with self._lock:
-            walk = self._walk_from((), None)
+            walk = walk_tree(self._tree)
         while not walk.done:
             with self._lock:
                 node = walk.find(number, _STEP)

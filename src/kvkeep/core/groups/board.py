@@ -10,8 +10,8 @@ import numpy as np
 from kvkeep.core.events import Evicted, GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.groups.stored import Checkpoint, NodeCheckpoints, TreeRows, live_pages
 from kvkeep.core.groups.units import PinnedGroups, TreeUnits
-from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
