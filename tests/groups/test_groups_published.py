@@ -43,7 +43,7 @@ def resumable(engine: SymbolicEngine) -> set[tuple[int, ...]]:
     found: set[tuple[int, ...]] = set()
     for run in engine.cache.runs():
         assert run.tokens is not None
-    for root in index.tree.roots.values():
+    for root in index.roots.values():
         for node, _ in descend(root):
             for point in node.points:
                 _, symbols = node.before()

@@ -196,7 +196,7 @@ class GroupMachine(RuleBasedStateMachine):
     def hint(self, session: str, space: str, hint: str) -> None:
         """`check` recounts the pages of sessions."""
         one = self.cache.session(session, space)
-        state = self.cache.sessions.states.get((one.namespace, session))
+        state = self.cache.sessions.owners.get((one.namespace, session))
         nodes = [] if state is None else list(state.nodes)
         assert self.cache.board is not None
         stored = self.cache.board.stored_rows.rows
