@@ -270,7 +270,7 @@ class PagedCache:
         number of pins. Cost: that of `match`, and O(runs on the path).
         """
         query = CacheQuery.of(self._core, tokens, namespace, extra)
-        ttl = None if ttl is None else number("ttl", ttl, "some seconds", above=0)
+        ttl = None if ttl is None else number("ttl", ttl, "a number of seconds above 0", above=0)
         hard = switch("hard", hard)
         with self._core as core:
             core.pins.expire()

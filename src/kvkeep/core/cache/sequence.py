@@ -73,7 +73,6 @@ class Sequence:
         self.id = core.opened
         self.namespace = namespace
         self.priority = priority
-        """Leading pages that were requested before, according to a policy with a history."""
         self.num_cached = 0
         """Leading tokens that needed no computing when the sequence was opened or forked."""
         self.owner: Owner | None = None

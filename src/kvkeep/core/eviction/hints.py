@@ -40,10 +40,6 @@ class Hinted(EvictionPolicy):
         self._awaited = AgeQueue[tuple[float, int]]()
         self._deaths = 0
 
-    @property
-    def moment(self) -> int:
-        return self.inner.moment
-
     def death(self) -> int:
         """Return the number of the next death, for ``died``."""
         self._deaths += 1

@@ -77,8 +77,6 @@ class TreeListener:
 
 
 _GROW_PAGES = 128
-
-
 """A leaf shorter than this grows in place when its only holder publishes more. So a conversation or
 a long decode becomes a few long runs, not one per publish, and no publish copies more than this."""
 
