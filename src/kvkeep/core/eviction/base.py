@@ -58,7 +58,8 @@ class EvictionPolicy(ABC):
     A policy whose class attributes are set right works everywhere once it is in
     `kvkeep.core.eviction.POLICIES`.
 
-    Thread safety: none; called under the cache's lock. Each call should cost O(log n) at most.
+    Thread safety: none; called under the cache's lock, in the middle of an operation that cannot be
+    undone: no call raises. Each call should cost O(log n) at most.
     """
 
     name: str
