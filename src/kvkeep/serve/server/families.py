@@ -32,11 +32,7 @@ _Table = dict[str, tuple[str, str]]
 
 # Metric → the field of `CacheStats`, and the help text.
 _CACHE_GAUGES: _Table = {
-    "kvkeep_pages_pinned": ("pinned_pages", "Cached pages under soft or hard pins"),
-    "kvkeep_pages_hard_pinned": (
-        "hard_pinned_pages",
-        "Cached pages under hard pins",
-    ),
+    "kvkeep_pages_pinned": ("pinned_pages", "Cached pages under pins"),
     "kvkeep_pages_dead": (
         "pages_dead",
         "Cached pages that sessions will not use again: evicted first",
@@ -374,7 +370,7 @@ def of_costs(costs: EngineCosts) -> Iterator[Metric]:
     loads = CounterMetricFamily(
         "kvkeep_store_loads",
         "Prompts of which the store had more than the pool, by what was done: loaded, computed, "
-        "or both at once",
+        "or both, a part of each",
         labels=["outcome"],
     )
     loads.add_metric(["both"], total.both)
