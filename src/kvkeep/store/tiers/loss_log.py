@@ -32,7 +32,7 @@ class Miss:
     - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
       breaker is open), "no time" (the tier above had to delete it at once), "write budget"
       (the tier's write budget is spent), "fault" (a bug of kvkeep; the log has the traceback).
-    - "refused": "admission" (the tiering policy admits it later, or never); "answer" (generated
+    - "refused": "admission" (the tiering policy admits it after more touches); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.
     - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
