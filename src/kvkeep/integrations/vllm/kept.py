@@ -54,7 +54,7 @@ class OpenStore:
     def __init__(self, store: BlockStore, *, rank: int = 0) -> None:
         self.store = store
         self._lock = threading.Lock()
-        self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
+        self._ends: list[tuple[float, bytes]] = []  # a heap: when a block is to be deleted
         self._due: dict[bytes, float] = {}
         self._counting = threading.Lock()
         self._figures = TierFigures(rank)
@@ -89,13 +89,17 @@ class OpenStore:
         """As `BlockStore.pin`; does nothing if the store is closed."""
         _unless_closed(lambda: self.store.pin(keys, seconds), 0)
 
-    def expire(self, keys: Sequence[bytes], ttl: float) -> None:
-        """Delete blocks ``ttl`` seconds from now; replaces an earlier ``ttl``."""
-        end = time.monotonic() + ttl
+    def expire(self, keys: Sequence[bytes], ttl: float | None) -> None:
+        """Delete new blocks ``ttl`` seconds from now; None: never. Replaces an earlier ``ttl``."""
         with self._lock:
+            if ttl is None:
+                for key in self._due.keys() & keys:
+                    del self._due[key]
+                return
+            end = time.monotonic() + ttl
             for key in keys:
                 self._due[key] = end
-                heapq.heappush(self._ends, (end, len(self._ends), key))
+                heapq.heappush(self._ends, (end, key))
 
     @property
     def has_expired(self) -> bool:
@@ -114,7 +118,7 @@ class OpenStore:
         keys = []
         with self._lock:
             while self._ends and self._ends[0][0] <= now:
-                end, _, key = heapq.heappop(self._ends)
+                end, key = heapq.heappop(self._ends)
                 if self._due.get(key) == end:
                     del self._due[key]
                     keys.append(key)
