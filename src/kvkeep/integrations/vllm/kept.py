@@ -107,13 +107,13 @@ class OpenStore:
         ends = self._ends
         return bool(ends) and ends[0][0] <= time.monotonic()
 
-    def delete_expired(self) -> int:
-        """Start to delete the blocks that are due; return how many. Costs nothing if none are.
+    def delete_expired(self) -> None:
+        """Start to delete the blocks that are due. Costs nothing if none are.
 
         Waits for a moment only: a tier that hangs delays no request.
         """
         if not self.has_expired:
-            return 0
+            return
         now = time.monotonic()
         keys = []
         with self._lock:
@@ -128,7 +128,6 @@ class OpenStore:
             )
             deleting.start()
             deleting.join(_DELETE_WAIT_S)
-        return len(keys)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         with suppress(IllegalStep):  # the store was closed meanwhile
