@@ -335,7 +335,7 @@ def test_a_plan_with_a_model_is_in_bytes(short, model, cost, tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "GiB in memory with the policy" in text
     assert "tokens in memory" not in text
-    assert f"kvkeep serve --model {model} --memory " in text
+    assert f"kvkeep serve --model {model} --" in text
     assert "--kv-transfer-config" in text
     assert "Keep 4 GiB in memory" in out.read_text()
 

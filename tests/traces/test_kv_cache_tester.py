@@ -327,6 +327,13 @@ def test_requests_may_be_out_of_order_and_bad_ones_among_them(tmp_path: Path) ->
     assert [common(every[0], one) for one in every] == [3, 0, 3, 1, 1]
 
 
+def test_a_file_that_is_damaged_at_once_is_of_no_format(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(b"\x1f\x8b" + b"x" * 100)
+    with pytest.raises(InvalidValue, match="cannot be read further"):
+        open_trace(path)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 @given(st.data())
 def test_no_damage_breaks_the_reader(tmp_path: Path, data: st.DataObject) -> None:

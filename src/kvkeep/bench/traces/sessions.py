@@ -232,9 +232,10 @@ def files_of(path: Path) -> list[Path]:
 
 def first_block_size(path: Path) -> int | None:
     """Return the tokens of an id in a file's first session; None if it begins with none."""
-    with opened(path) as lines:
-        if next((line for _, line in lines), b"")[:1] not in (b"{", b"["):  # of no JSON
-            return None
+    with opened(path, _MOST_BYTES) as lines:
+        first = next((line for _, line in lines), b"")
+    if isinstance(first, BadLine) or not first.lstrip().startswith((b"{", b"[")):
+        return None
     found = next(iter(_documents(path)), None)
     try:
         return _block_size(found) if isinstance(found, dict) and _is_agent(found) else None
