@@ -186,6 +186,7 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
             assert len(view.tokens) == PAGE * len(view.page_ids)
 
     def change(rng):
+        cache.map("a", nodes=int(rng.integers(1, 9)))
         cache.remove(rng.integers(0, 2, rng.integers(1, 9)).tolist(), "a")
 
     threads = [
