@@ -76,6 +76,16 @@ def test_no_series_of_metrics_ever_falls_and_none_changes_its_name():
     assert len(before) == 6
 
 
+def test_the_largest_come_first():
+    ledger = TenantLedger()
+    for number in range(900):
+        ledger.see(RequestAdmitted(record(f"t{number}", number), 0, number // 2))
+    largest = ledger.largest(20)
+    assert [tenant for tenant, _ in largest] == [f"t{number}" for number in range(899, 879, -1)]
+    assert (largest[0][1].requests, largest[0][1].read_tokens) == (1, 449)
+    assert len(ledger.largest(10_000)) == 900
+
+
 def test_it_takes_two_rows_at_least():
     with pytest.raises(InvalidValue, match="most is 1"):
         TenantLedger(most=1)

@@ -55,14 +55,14 @@ def shown_nodes(
         rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
         survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
         survey.pins[rows], survey.below_uses[rows],
-        survey.group_pages[rows], survey.below_groups[rows],
+        survey.group_pages[rows],
     )  # fmt: skip
     points = survey.points
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     for (row, own, parent, place, *counts), (head, key) in zip(numbers, heads, strict=True):
         if bare and own < 0:
             continue
-        pages, below_pages, below_runs, holders, pins, hits, beside, below_beside = counts
+        pages, below_pages, below_runs, holders, pins, hits, beside = counts
         nodes.append(
             MapNode(
                 id=own,
@@ -77,7 +77,6 @@ def shown_nodes(
                 key=key,
                 namespace=survey.namespace(row),
                 group_pages=beside,
-                below_group_pages=below_beside,
                 checkpoints=() if points is None else tuple(page * size for page in points[row]),
             )
         )
@@ -114,7 +113,6 @@ def hidden_nodes(survey: Survey, rows: Numbers, *, bare: bool) -> list[MapNode]:
             hits=columns[2][i],
             count=counts[i],
             group_pages=beside[i],
-            below_group_pages=beside[i],
         )
         for i, place in enumerate(above.tolist())
     ]
@@ -214,32 +212,19 @@ class Inspector:
                 state=core.index.policy.describe(top) if top.end else "",
             )
 
-    def evict_below(self, number: int) -> int:
-        """See `PagedCache.evict_below`."""
-        top = self._find(number)
-        with self._core:
-            self._core.pins.expire()
-            self._core.before_eviction()
-            self._check(top, number)
-            return self._evict(top)
-
     def evict_family(self, top: Any) -> tuple[int, int]:
         """Drop a run and all runs behind it; return the pages freed and the pages still in use."""
         core = self._core
         with core:
-            pages = self._evict(top)
+            for pin in core.pins.soft_below(top):
+                core.pins.end(pin)
+            pages = core.drop_below(top, "asked")
             if not top.in_tree:
                 return pages, 0
             rest = core.index.walk(["size", "group_pages"], top)
             while not rest.done:
                 rest.step(_ALL)
             return pages, int((rest.numbers("size") + rest.numbers("group_pages")).sum())
-
-    def _evict(self, top: Any) -> int:
-        core = self._core
-        for pin in core.pins.soft_below(top):
-            core.pins.end(pin)
-        return core.drop_below(top, "asked")
 
     def _check(self, node: Any, number: int) -> None:
         """Raise `NotCached` if the node was evicted since it was found."""

@@ -370,15 +370,6 @@ class PagedCache:
         """Return one run of the `map` by its id; `NotCached` if it is not cached (any more)."""
         return self._inspector.node(node)
 
-    def evict_below(self, node: int) -> int:
-        """Drop a run of the `map` and all runs behind it that are not in use.
-
-        Soft pins that end in dropped runs end. A namespace's id stands for all of the namespace.
-        Returns the pages freed, 0 if all are in use. Raises `NotCached` for an id that is not
-        cached (any more). Cost: as `clear`.
-        """
-        return self._inspector.evict_below(node)
-
     def runs(self, namespace: NamespaceLike = "") -> Iterator[PrefixRun]:
         """Return the runs of a namespace, depth first; `kvkeep.core.prefix.render` draws them."""
         with self._core as core:
