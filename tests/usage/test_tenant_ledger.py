@@ -33,7 +33,7 @@ def test_requests_count_for_their_tenant():
     ledger.series(5)  # from here on "a" has a series
     request = record("a", 100)
     ledger.see(RequestAdmitted(request, 0, 30))
-    ledger.see(RequestLoaded(request, LoadReport(50, ((30, 70, "disk"),))))
+    ledger.see(RequestLoaded(request, LoadReport(((30, 70, "disk"),))))
     ledger.see(PromptComputed(request, 20, 0.1))
     ledger.see(PromptComputed(request, 10, 0.1))
     ledger.see(PromptStored(request, 64, 0.1))

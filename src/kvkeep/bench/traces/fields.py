@@ -267,9 +267,9 @@ def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS)
     return value
 
 
-def optional_count(found: dict[str, Any], key: str, high: int = MAX_TOKENS) -> int | None:
+def optional_count(found: dict[str, Any], key: str) -> int | None:
     """Return the whole number at ``key``, or None if it is missing."""
-    return None if found.get(key) is None else count(found, key, 0, high)
+    return None if found.get(key) is None else count(found, key)
 
 
 def number(found: dict[str, Any], key: str) -> float:

@@ -136,17 +136,11 @@ class ReuseSnapshot:
     hit_tokens: Mapping[str, int]
     saved_seconds_by_tier: Mapping[str, float]
     computed_tokens: int
-    computed_seconds: float
 
     @property
     def saved_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return sum(self.hit_tokens.values())
-
-    @property
-    def saved_seconds(self) -> float:
-        """Estimated seconds of computing them."""
-        return sum(self.saved_seconds_by_tier.values())
 
 
 class UsageMoment(NamedTuple):
@@ -229,5 +223,4 @@ class UsageTable:
                 dict(did.hit_tokens),
                 dict(did.saved_seconds),
                 did.computed_tokens,
-                did.computed_seconds,
             )
