@@ -466,17 +466,17 @@ def test_a_planted_circle_for_types_is_found() -> None:
 # Room → its lines at most, docstrings and blank lines included. A number may only fall,
 # unless a capability is added; a room that is 300 lines smaller lowers it.
 LINES: dict[str, int] = {
-    "": 100, "bench": 50, "bench.replay": 4000, "bench.traces": 2800, "cli": 7000, "core": 50,
+    "": 100, "bench": 50, "bench.replay": 3850, "bench.traces": 2700, "cli": 6900, "core": 50,
     "core.cache": 3000, "core.config_file": 250, "core.cost": 1050, "core.errors": 300,
-    "core.events": 200, "core.eviction": 1250, "core.extras": 150, "core.geometry": 1650,
+    "core.events": 200, "core.eviction": 1200, "core.extras": 150, "core.geometry": 1650,
     "core.groups": 2600, "core.keys": 150, "core.miss_ratio": 800, "core.pages": 1150,
     "core.prefix": 3050, "core.prefix_file": 100, "core.public": 200, "core.returns": 700,
     "core.slots": 1000, "core.tokens": 250, "integrations": 11600, "observe": 50,
-    "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 950, "serve": 50,
-    "serve.engine": 7950, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
+    "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 800, "serve": 50,
+    "serve.engine": 7900, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4150, "serve.server": 6300, "store": 100,
-    "store.backends": 7450, "store.blocks": 1350, "store.codecs": 1850, "store.identity": 1700,
-    "store.kv": 3850, "store.tiers": 9400, "testing": 1100,
+    "store.backends": 7450, "store.blocks": 1200, "store.codecs": 1850, "store.identity": 1600,
+    "store.kv": 3800, "store.tiers": 9350, "testing": 1100,
 }  # fmt: skip
 
 
