@@ -50,7 +50,7 @@ class Requests:
         self.observer(RequestAdmitted(record, 0, cached_tokens, match_s))
 
     def loaded(self, id: str, *, sources: Any, seconds: float, late: bool) -> None:
-        report = LoadReport(0, tuple(sources), (), seconds, late)
+        report = LoadReport(tuple(sources), (), seconds, late)
         self.observer(RequestLoaded(self.record(id), report))
 
     def computed(self, id: str, *, tokens: int, seconds: float) -> None:

@@ -466,17 +466,17 @@ def test_a_planted_circle_for_types_is_found() -> None:
 # Room → its lines at most, docstrings and blank lines included. A number may only fall,
 # unless a capability is added; a room that is 300 lines smaller lowers it.
 LINES: dict[str, int] = {
-    "": 100, "bench": 50, "bench.replay": 4000, "bench.traces": 2800, "cli": 7000, "core": 50,
+    "": 100, "bench": 50, "bench.replay": 3850, "bench.traces": 2700, "cli": 6900, "core": 50,
     "core.cache": 3000, "core.config_file": 250, "core.cost": 1050, "core.errors": 300,
-    "core.events": 200, "core.eviction": 1250, "core.extras": 150, "core.geometry": 1650,
+    "core.events": 200, "core.eviction": 1200, "core.extras": 150, "core.geometry": 1650,
     "core.groups": 2600, "core.keys": 150, "core.miss_ratio": 800, "core.pages": 1150,
     "core.prefix": 3050, "core.prefix_file": 100, "core.public": 200, "core.returns": 700,
     "core.slots": 1000, "core.tokens": 250, "integrations": 11600, "observe": 50,
-    "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 950, "serve": 50,
-    "serve.engine": 7950, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
+    "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 800, "serve": 50,
+    "serve.engine": 7900, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4150, "serve.server": 6300, "store": 100,
-    "store.backends": 7450, "store.blocks": 1350, "store.codecs": 1850, "store.identity": 1700,
-    "store.kv": 3850, "store.tiers": 9400, "testing": 1100,
+    "store.backends": 7450, "store.blocks": 1200, "store.codecs": 1850, "store.identity": 1600,
+    "store.kv": 3800, "store.tiers": 9350, "testing": 1100,
 }  # fmt: skip
 
 
@@ -676,8 +676,7 @@ DOCUMENTED = {
 # Module → how often it reaches into private attributes of other objects. A number may only fall;
 # a module that is clean leaves the table.
 REACHES: dict[str, int] = {
-    "kvkeep.store.blocks.store": 1,  # its own class: how a store by name is made
-    "kvkeep.store.kv.store": 1,
+    "kvkeep.store.kv.store": 1,  # its own class: how a store by name is made
     # Libraries that offer no other way:
     "kvkeep.integrations.sglang.settings": 1,  # the fields of its configuration
     "kvkeep.integrations.transformers_model": 1,  # _supports_logits_to_keep
@@ -691,7 +690,7 @@ REACHES: dict[str, int] = {
 
 
 class Privates(ast.NodeVisitor):
-    """Collects ``x._y`` and ``getattr(x, "_y")``.
+    """Collects ``x._y``, ``getattr(x, "_y")``, ``attrgetter("_y")`` and ``vars(x)["_y"]``.
 
     Not of ``self``, nor where the class around it has a ``_y`` of its own.
     """
@@ -716,6 +715,19 @@ class Privates(ast.NodeVisitor):
             value, attribute = node.args[:2]
             if isinstance(attribute, ast.Constant) and isinstance(attribute.value, str):
                 self.note(node, value, attribute.value)
+        if name == "attrgetter" or ast.unparse(node.func).endswith(".attrgetter"):
+            for attribute in node.args:
+                for part in str(getattr(attribute, "value", "")).split("."):
+                    self.note(node, node.func, part)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.generic_visit(node)
+        value, key = node.value, node.slice
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            if isinstance(value, ast.Attribute) and value.attr == "__dict__":
+                self.note(node, value.value, key.value)
+            elif isinstance(value, ast.Call) and ast.unparse(value.func) == "vars" and value.args:
+                self.note(node, value.args[0], key.value)
 
     def note(self, node: ast.expr, value: ast.expr, name: str) -> None:
         private = name.startswith("_") and not name.startswith("__")
@@ -781,3 +793,6 @@ def test_a_planted_reach_is_found() -> None:
     assert reaches({"kvkeep.a": reach, "kvkeep.b": twin}) == {"kvkeep.a": ["3: b._x"]}
     hidden = "def f(b):\n    return getattr(b, '_x', None)"
     assert reaches({"kvkeep.a": hidden}) == {"kvkeep.a": ["2: getattr(b, '_x', None)"]}
+    for other in ("vars(b)['_x']", "b.__dict__['_x']", "operator.attrgetter('y._x')(b)"):
+        (found,) = reaches({"kvkeep.a": f"def f(b):\n    return {other}"})["kvkeep.a"]
+        assert found == f"2: {other.removesuffix('(b)')}"

@@ -38,16 +38,15 @@ KV = torch.zeros(1, 2, 5, 1, 8)
 
 MADE_HERE = {
     "CacheStats", "CachedPrefix", "PageCopy", "PageTables", "Pin", "Sequence", "SlotCopy",
-    "SlotLease", "LoadChoice", "LoadPiece", "Lookup", "Miss", "Operation", "Prefetch", "Put",
+    "SlotLease", "LoadChoice", "LoadPiece", "Lookup", "Miss", "Prefetch", "Put",
     "Removed", "StoreStats", "choose_load",
 }  # fmt: skip
 """Public classes whose objects the library makes: results, and what its methods return."""
 NOT_FOR_CALLERS = {
     "Sequence.adopt", "Sequence.check", "SequenceGroups.begin", "SequenceGroups.hold",
     "SequenceGroups.of", "SequenceGroups.published", "SequenceGroups.rewind",
-    "PublicPrefixes.begins", "PublicPrefixes.length", "PublicPrefixes.place", "KVStore.attach",
-    "KVStore.detach", "KVStore.close", "KVStore.shared", "BlockStore.attach", "BlockStore.detach",
-    "BlockStore.close", "BlockStore.shared",
+    "PublicPrefixes.begins", "PublicPrefixes.length", "PublicPrefixes.place", "KVStore.close",
+    "KVStore.shared", "BlockStore.close",
 }  # fmt: skip
 """Methods that parts of the library call with checked values, and those that end or make stores."""
 ARGUMENTS: dict[str, Any] = {
@@ -55,11 +54,11 @@ ARGUMENTS: dict[str, Any] = {
     "eta": 5.0, "fill": lambda number, view: None, "geometry": GEOMETRY, "hook": lambda event: None,
     "identity": "m@1", "keys": [bytes(32)], "kv": KV, "layer": 0, "length": 3, "max_tokens": 64,
     "memory": np.zeros(4), "model": "m@1", "n": 2, "name": "wrong arguments", "namespace": "space",
-    "needles": [[1, 2]], "node": 1, "num_pages": 20, "num_slots": 2, "page_size": 4, "pages": 1,
+    "node": 1, "num_pages": 20, "num_slots": 2, "page_size": 4, "pages": 1,
     "pin": None, "position": 5, "prompt": 2, "seconds": 5.0, "session": "s",
     "sink": lambda number, view: None, "size": 8, "sizes": [8], "snapshot": Snapshot(5, 0),
     "source": "m@1", "span": 4, "start": 0, "stop": 5, "tables": [np.arange(3)],
-    "tenants": ["a"], "tokens": PROMPT,
+    "tokens": PROMPT,
 }  # fmt: skip
 """A right value for each parameter without a default."""
 OTHERWISE: dict[str, dict[str, Any]] = {
@@ -70,7 +69,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 """The same for single methods."""
 NEEDS_MORE = {"model_identity", "weights_digest", "unpin"}  # files that exist, a pin that is set
 WORDS = {
-    "node": "namespace", "out": "kv", "quotas": "amount", "rows": "tokens", "needles": "tokens",
+    "node": "namespace", "out": "kv", "quotas": "amount", "rows": "tokens",
     "shares": "tenant", "source": "model", "stop": "end of the pass", "what_if": "sample",
     "full": "model", "kv": "layer", "windows": "groups",
 }  # fmt: skip

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import threading
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -273,6 +274,22 @@ def test_a_reset_says_whether_every_tier_was_reset(server: Server) -> None:
         server.hang()
         assert not shared.clear()
         server.go_on()
+        shared.close()
+
+
+def test_a_block_that_is_stored_anew_outlives_an_earlier_ttl() -> None:
+    groups = Groups((Group(("l",), None),), 16, drops_last=False)
+    with BlockStore("ttl", tiers=["memory://1MiB"]) as store:
+        shared, gone, anew = SharedStore("ttl", store, groups, [8]), os.urandom(32), os.urandom(32)
+        store.put([gone, anew], [b"12345678"] * 2)
+        shared.expire([gone, anew], 0)
+        shared.expire([anew], None)
+        shared.delete_expired()
+        until = time.monotonic() + 60
+        while store.lookup([gone]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert store.lookup([anew]) == 1
         shared.close()
 
 

@@ -33,6 +33,8 @@ from kvkeep.core.keys import Namespace
 from kvkeep.integrations.vllm import tier as tier_module
 from kvkeep.integrations.vllm.offload.engine import OffloadEngine
 from kvkeep.integrations.vllm.offload.notes import WorkerNote, leave_note
+from kvkeep.integrations.vllm.offload.requests import TierRequest
+from kvkeep.integrations.vllm.options import RequestOptions
 from kvkeep.integrations.vllm.tier import KVKeepSpec
 from kvkeep.store.backends.disk import DiskBackend
 
@@ -270,6 +272,25 @@ def test_recency_survives_a_restart(tmp_path: Path, same_space: None) -> None:
     two.close()
     mine = {f"vllm_offload_{name}-{os.getpid()}.mmap" for name in ("first", "second")}
     assert mine.isdisjoint(os.listdir("/dev/shm"))
+
+
+def test_a_ttl_deletes_nothing_that_another_request_stored(driver: Driver) -> None:
+    driver.finish(driver.begin(5, 2))
+    driver.settle()
+    driver.reset()
+    again, whole = driver.begin(5, 3), driver.begin(5, 3)
+    again.ctx.get_state(TierRequest).options = RequestOptions(load=False, ttl=0.01)
+    driver.finish(again)  # computes and stores all of it once more
+    driver.settle()
+    driver.reset()
+    assert driver.hits == 0
+    until = time.monotonic() + 60
+    while driver.tier._store.store.stats()[0].blocks > 4:
+        assert time.monotonic() < until
+        driver.end_step()
+        time.sleep(0.02)
+    driver.finish(whole)
+    assert driver.hits == 4
 
 
 def test_loads_may_be_expedited(driver: Driver) -> None:

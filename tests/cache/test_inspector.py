@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvkeep import InvalidValue, NotCached, OutOfPages, PagedCache
 from kvkeep.core.cache import inspector
-from kvkeep.core.events import Evicted
 
 PAGE = 2
 
@@ -142,23 +141,6 @@ def test_one_run(cache):
     assert (head.node.below_pages, head.node.below_runs, head.children) == (3, 3, 2)
 
 
-def test_eviction_is_told_and_leaves_what_is_used(cache):
-    told: list[Evicted] = []
-    cache.subscribe(lambda event: told.append(event) if isinstance(event, Evicted) else None)
-    head = ids(cache)[1, 1]
-    with cache.open([1, 1, 2, 2, 0]) as running:
-        held = running.pages[:2].tolist()
-        assert cache.evict_below(head) == 1
-        assert cache.evict_below(head) == 0
-        cache.check()
-        assert running.pages[:2].tolist() == held
-    assert cache.evict_below(head) == 2
-    assert [event.reason for event in told] == ["asked", "asked"]
-    assert sum(len(event.pages) for event in told) == 3
-    assert cache.stats().evicted_pages == 3
-    cache.check()
-
-
 # --- many ----------------------------------------------------------------------------------------
 
 
@@ -204,9 +186,8 @@ def test_maps_are_made_while_requests_come_and_go(monkeypatch):
             assert len(view.tokens) == PAGE * len(view.page_ids)
 
     def change(rng):
-        (*_, node) = cache.map("a", nodes=int(rng.integers(1, 9))).nodes or [None]
-        if node is not None and not node.hidden:
-            cache.evict_below(node.id)
+        cache.map("a", nodes=int(rng.integers(1, 9)))
+        cache.remove(rng.integers(0, 2, rng.integers(1, 9)).tolist(), "a")
 
     threads = [
         until_stopped(name, act)

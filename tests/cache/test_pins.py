@@ -149,7 +149,7 @@ def test_pins_that_ended_early_are_not_kept_until_their_time(
 @pytest.mark.parametrize("ttl", [0, -1, math.nan])
 def test_a_time_to_live_is_some_seconds(cache: PagedCache, ttl: float) -> None:
     prompt = store(cache, 0)
-    with pytest.raises(InvalidValue, match="some seconds is needed"):
+    with pytest.raises(InvalidValue, match="seconds above 0 is needed"):
         cache.pin(prompt, ttl=ttl)
     assert cache.pin(prompt, ttl=math.inf).num_tokens == 8
 

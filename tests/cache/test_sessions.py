@@ -133,7 +133,7 @@ def test_more_than_half_is_not_awaited(cache: PagedCache) -> None:
 
 @pytest.mark.parametrize("eta", [0, -1, float("nan"), "30", None, True])
 def test_an_eta_that_is_none(cache: PagedCache, eta: float) -> None:
-    with pytest.raises(InvalidValue, match="some seconds"):
+    with pytest.raises(InvalidValue, match="seconds above 0 is needed"):
         cache.session("a").suspend(eta)
 
 

@@ -139,6 +139,7 @@ def test_the_key_in_the_environment_goes_before_the_file(file, monkeypatch):
         ("tier = 'memory://1GiB'", "tier: 'memory://1GiB' is given; a list is needed"),
         ("tier = [1]", "tier: 1 is given; text is needed"),
         ("name = 1", "name: 1 is given; text is needed"),
+        (r'model = "a\u0000b"', r"model: 'a\x00b' is given; text without NUL characters is needed"),
         ("eviction = 'lruu'", "eviction: 'lruu' is none of lru, "),
         ("request-timeout = 'soon'", "request-timeout: 'soon' is no time; write seconds"),
         ("api-key = 12345", "api-key: '***' is given; text is needed"),
@@ -231,7 +232,7 @@ def test_check_judges_as_the_commands_do(file, capsys):
         "serve": [
             "port = 70000", "request-timeout = 'nan'", "api-key = ''",
             "max-running = 0", "load-timeout = 'inf'", "tier = ['ftp://x']", "page-size = 0",
-            "share = ['a=-1']", "tiering = 'x'",
+            "block-tokens = 0", "share = ['a=-1']", "tiering = 'x'",
         ],
         "route": [
             "port = -1", "idle-timeout = 'nan'", "ranks = 0",

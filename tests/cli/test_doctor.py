@@ -174,37 +174,6 @@ def test_a_configuration_of_sglang(capsys: pytest.CaptureFixture[str]) -> None:
     assert "class_name is missing" in only(wrong, "options")["found"]
 
 
-@pytest.mark.parametrize("kind", ["connector", "multi", "offloading", "tier", "spec", "storage"])
-def test_a_class_of_ours_in_another_module(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    other = "kvkeep.integration.vllm"
-    tier = {"type": "KVKeepTier", "tiers": ["memory://1MiB"]}
-    inner = {**CONNECTOR, "kv_connector_module_path": other}
-    extra: dict[str, Any]
-    match kind:
-        case "connector":
-            config, home = inner, "kvkeep.integrations.vllm"
-        case "multi":
-            extra = {"connectors": [{"kv_connector": "Another"}, inner]}
-            config, home = {"kv_connector": "MultiConnector"}, "kvkeep.integrations.vllm"
-            config["kv_connector_extra_config"] = extra
-        case "offloading":
-            config = {"kv_connector": "KVKeepOffloadingConnector"}
-            config["kv_connector_module_path"] = other
-            home = "kvkeep.integrations.vllm.tier"
-        case "tier" | "spec":
-            extra = {"secondary_tiers": [tier], "spec_name": "KVKeepSpec"}
-            (tier if kind == "tier" else extra)[f"{'spec_' * (kind == 'spec')}module_path"] = other
-            config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-            home = "kvkeep.integrations.vllm.tier"
-        case _:
-            config = {"backend_name": "kvkeep", "class_name": "KVKeepStorage", "module_path": other}
-            home = "kvkeep.integrations.sglang"
-    wrong = only(doctor(capsys, json.dumps(config), code=1), "options")
-    assert wrong["state"] == "fail"
-    assert f"module_path is '{other}'; " in wrong["found"]
-    assert wrong["found"].endswith(f"is in {home}")
-
-
 def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kvkeep.toml"
     path.write_text(
@@ -626,15 +595,6 @@ def test_an_engine_that_is_not_here_is_told(capsys: pytest.CaptureFixture[str]) 
     assert told["state"] == "warn"
     assert "run the doctor with the Python of the engine" in told["todo"]
     assert all(one["about"] != "vllm" for one in doctor(capsys))
-
-
-def test_a_misspelt_name_of_vllms_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the check, kvkeep's defaults would be found to be right."""
-    given = json.dumps({**CONNECTOR, "kv_conector_extra_config": {"tiers": ["file:///kv"]}})
-    wrong = only(doctor(capsys, given, code=1), "options")
-    assert "did you mean 'kv_connector_extra_config'?" in wrong["found"]
-    other = json.dumps({**CONNECTOR, "something_of_another_version": 1})
-    assert only(doctor(capsys, other), "options")["state"] == "ok"
 
 
 def test_no_options_are_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

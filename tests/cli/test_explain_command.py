@@ -11,17 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from said_live import request, summary
 from seen_server import chat, seen
-from told_server import failure, told
+from told_server import told
 
 from kvkeep.cli import main
 from kvkeep.cli.explain_view import explanation as draw
 from kvkeep.cli.explain_view import summary as draw_summary
 
 EVIL = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\u202eevil\u2066[red]x[/red]:smile:\ud800\r\n\x00"
-OFF = (
-    404,
-    failure("this server explains nothing", "explain_off"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -246,16 +242,6 @@ def test_an_empty_file_and_one_that_is_too_large(tmp_path, capsys):
         file.write_bytes(content)
         assert main(["explain", "127.0.0.1:1", "--file", str(file)]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_an_explainer_that_is_off_says_so(capsys):
-    answers = {"/kv/summary": OFF, "/kv/explain": OFF, "/kv/explain/x": OFF, "/kv/requests": OFF}
-    with told(answers) as server:
-        for arguments in ([], ["x"], ["--prompt", "y"]):
-            assert main(["explain", server.url, *arguments]) == 2
-            error = capsys.readouterr().err
-            assert "this server explains nothing" in error
-            assert error.count("\n") == 1
 
 
 def test_hostile_text_is_printed_as_text(capsys):

@@ -83,8 +83,3 @@ def test_its_tiers_open(policy: str, tmp_path: Path) -> None:
         assert tier.backend.capacity == size << 20
         tier.backend.close()
     assert Path(folder).is_dir()
-
-
-def test_without_a_cache_nothing_is_stored() -> None:
-    words = shlex.split(serve_command(PlanCandidate(None, 0), MODEL, 1.0))
-    assert _parser().parse_args(words[1:]).no_store

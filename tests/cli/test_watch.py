@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import ssl
 import subprocess
@@ -289,15 +288,6 @@ def test_a_watcher_without_a_server_or_with_another_key_has_nothing_to_show():
         Watcher(client).poll()
     with Client(Address.parse(server.url)) as client, pytest.raises(Gone):
         Watcher(client).poll()
-
-
-def test_a_server_that_explains_nothing_is_watched_all_the_same():
-    off = (404, failure("this server explains nothing", "explain_off"))
-    answers = {"/kv/live": live, "/kv/requests": off, "/kv/summary": off}
-    with told(answers) as server, Client(Address.parse(server.url)) as client:
-        picture = Watcher(client).poll()
-    assert (picture.requests, picture.summary) == (None, None)
-    assert json.loads(json.dumps(picture.as_dict()))["requests"] is None
 
 
 def test_nothing_heavy_is_imported_to_watch():

@@ -31,7 +31,6 @@ def test_a_map_adds_up_to_what_the_pool_holds(layout: GroupLayout, prefix: str) 
     assert len(found) == stats.groups.checkpoints
     for node in whole.nodes:
         if node.namespace is not None:
-            assert node.below_group_pages == stats.groups.pages
             continue
         view = engine.cache.node(node.id)
         assert view.node.checkpoints == node.checkpoints

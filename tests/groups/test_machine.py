@@ -21,7 +21,6 @@ from symbolic import SymbolicEngine, brute_force
 
 from kvkeep.core.errors import InvalidValue, NotCached, OutOfPages
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
-from kvkeep.core.prefix.node import descend
 from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
@@ -243,13 +242,6 @@ class GroupMachine(RuleBasedStateMachine):
         self.freed(lambda: self.cache.remove(prompt).pages)
         left = self.cache.remove(prompt)
         assert left.pages == 0, "what is in use stays"
-
-    @rule(chosen=st.integers(0, 30))
-    def evict_below(self, chosen: int) -> None:
-        roots = self.cache.tree.roots.values()
-        nodes = [node.id for root in roots for node, _ in descend(root)]
-        if nodes:
-            self.freed(lambda: self.cache.evict_below(nodes[chosen % len(nodes)]))
 
     # --- always ----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Tenants:
     sessions_per_second = 2.0
 
     def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
-        tenant = chance.pick(range(8), zipf(8, 1.0))
+        tenant = chance.pick(range(8), zipf(8))
         made = Chat().session(name, chance, unit_tokens)
         return SessionScript(name, made.kind, made.turns, f"tenant-{tenant}")
 

@@ -25,7 +25,6 @@ class Made:
     """A trace of a third party's, as docs/traces.md says that one is written."""
 
     name = "made"
-    length = None
 
     def __init__(self, unit_tokens: int, *given: TraceRequest) -> None:
         self.unit_tokens = unit_tokens

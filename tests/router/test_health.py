@@ -28,7 +28,10 @@ def now() -> list[float]:
 
 @pytest.fixture
 def health(now) -> Health:
-    return Health(NAMES, clock=lambda: now[0])
+    health = Health(lambda: now[0])
+    for name in NAMES:
+        health.add(name)
+    return health
 
 
 def test_a_failure_is_over_after_a_rest_and_a_probe(health, now):
@@ -63,7 +66,7 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.time = 0.0
-        self.health = Health(clock=lambda: self.time)
+        self.health = Health(lambda: self.time)
         self.joined = dict.fromkeys(NAMES, False)
         self.forgotten = dict.fromkeys(NAMES, True)
         for name in NAMES:

@@ -35,7 +35,9 @@ def test_it_is_ready_while_one_instance_is_up():
 
 
 def test_it_is_not_ready_before_an_instance_has_answered():
-    health = Health(["a", "b"])
+    health = Health()
+    health.add("a")
+    health.add("b")
     assert health.up() == ["a", "b"]
     assert not health.any_up()
     health.probed("a", answered=False)

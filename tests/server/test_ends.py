@@ -12,7 +12,7 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from real_server import COMPLETIONS, eventually, raw, standing
+from real_server import COMPLETIONS, NAME, eventually, raw, standing
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.serve.engine import Limits
@@ -43,6 +43,18 @@ def test_a_client_that_goes_frees_its_pages_at_once(server, stream):
     eventually(lambda: server.stats()["cache"]["sequences"] == 0, 5)
     server.assert_idle()
     eventually(lambda: outcomes(server, "gone") == gone + 1, 5)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/messages"])
+def test_a_stream_read_to_its_end_counts_as_answered(server, path):
+    told = {"prompt": "Hi"} if path == COMPLETIONS else {
+        "messages": [{"role": "user", "content": "Hi"}], "model": NAME
+    }  # fmt: skip
+    before = outcomes(server, "length"), outcomes(server, "gone")
+    answer = server.http.post(path, json={**told, "max_tokens": 1, "stream": True})
+    assert answer.status_code == 200
+    after = (before[0] + 1, before[1])
+    eventually(lambda: (outcomes(server, "length"), outcomes(server, "gone")) == after, 5)
 
 
 def test_it_frees_them_before_the_next_step(server):

@@ -112,7 +112,7 @@ def test_pages_by_state_are_all_pages_and_the_others_are_apart():
     states = {key[1]: value for key, value in found.items() if key[0] == "kvkeep_pages"}
     assert sum(states.values()) == 32
     assert states == {"free": 26, "cached_evictable": 1, "cached_held": 2, "private": 3}
-    assert found["kvkeep_pages_pinned",] == found["kvkeep_pages_hard_pinned",] == 2
+    assert found["kvkeep_pages_pinned",] == 2
     running.close()
 
 
@@ -128,8 +128,6 @@ def test_reuse_is_told_by_tier_with_what_it_saved():
     assert found["kvkeep_prefill_saved_tokens_total",] == 30
     assert found["kvkeep_prefill_saved_seconds_total", "pool"] == pytest.approx(0.4)
     assert found["kvkeep_prefill_saved_seconds_total", "file"] == pytest.approx(0.2)
-    assert found["kvkeep_namespace_prompt_ratio", "t"] == 1
-    assert found["kvkeep_namespace_reused_ratio", "t"] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_first_tokens_are_told_apart_by_what_was_reused():
@@ -165,9 +163,10 @@ def test_losses_of_a_publisher_are_told():
 
 def test_labels_are_bounded_whatever_comes():
     metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
+    metrics.tenants = TenantLedger()
     names = [f"salt {number}" for number in range(3000)]
     for name in names:
-        Requests(metrics.usage.see).admitted(
+        Requests(metrics.tenants.see).admitted(
             name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0
         )
     metrics.reasons = lambda: dict.fromkeys(names, 1)
@@ -180,8 +179,9 @@ def test_labels_are_bounded_whatever_comes():
 
 def test_hostile_names_are_read_back_by_prometheus_parser_and_are_visible():
     metrics, cache = ServerMetrics(), PagedCache(8, PAGE)
+    metrics.tenants = TenantLedger(named=HOSTILE)
     for name in HOSTILE:
-        Requests(metrics.usage.see).admitted(
+        Requests(metrics.tenants.see).admitted(
             name, namespace=name, prompt_tokens=5, cached_tokens=1, match_s=0.0
         )
         Requests(metrics.usage.see).loaded("x", sources=[(0, 1, name)], seconds=0.0, late=False)
@@ -192,7 +192,7 @@ def test_hostile_names_are_read_back_by_prometheus_parser_and_are_visible():
         namespaces=dict.fromkeys(HOSTILE, 1),
     )
     values = samples(found)  # and no sample comes twice
-    assert sum(key[0] == "kvkeep_namespace_prompt_ratio" for key in values) == len(HOSTILE)
+    assert sum(key[0] == "kvkeep_namespace_tokens_total" for key in values) == 6 * len(HOSTILE) + 6
     for family in found:
         for sample in family.samples:
             for value in sample.labels.values():

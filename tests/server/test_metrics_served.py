@@ -30,15 +30,16 @@ def test_hostile_salts_are_labels_that_prometheus_reads(start_server):
     with start_server() as server:
         ask(server, [7] * 40, salt=HOSTILE)
         ask(server, [7] * 40)
+        scraped(server)  # series of namespaces begin here
+        ask(server, [7] * 40, salt=HOSTILE)
+        ask(server, [7] * 40)
         found = scraped(server)
-        (hostile,) = [
-            key[1]
-            for key in found
-            if key[0] == "kvkeep_namespace_prompt_ratio" and "evil" in key[1]
+        name = "kvkeep_namespace_tokens_total"
+        ((_, hostile, _),) = [
+            key for key in found if key[0] == name and "evil" in key[1] and key[2] == "prompt"
         ]
         assert hostile.isprintable()
-        assert found["kvkeep_namespace_prompt_ratio", hostile] > 0
-        assert found["kvkeep_namespace_prompt_ratio", "default"] > 0
+        assert found[name, hostile, "prompt"] == found[name, "default", "prompt"] == 40
 
 
 def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
@@ -64,5 +65,3 @@ def test_every_prompt_token_was_reused_or_computed_for_a_reason(start_server):
         assert total("kvkeep_prefill_saved_seconds_total") > 0
         warm = found["kvkeep_time_to_first_token_by_warmth_seconds_count", "warm"]
         assert (warm, found["kvkeep_time_to_first_token_seconds_count",]) == (2, 4)
-        assert found["kvkeep_namespace_prompt_ratio", "a"] == pytest.approx(0.75, abs=0.01)
-        assert found["kvkeep_namespace_reused_ratio", "b"] == 0

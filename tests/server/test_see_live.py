@@ -39,7 +39,7 @@ def test_it_says_what_is(start_server):
         cache, engine = stats["cache"], stats["engine"]
         for name in ("requests", "prompt_tokens", "cached_tokens", "generated_tokens"):
             assert told["totals"][name] == engine[name]
-        assert told["totals"]["evicted_pages"] == cache["evicted_pages"] > 0
+        assert cache["evicted_pages"] > 0
         pages = told["pages"]
         assert (
             pages["total"]

@@ -166,7 +166,7 @@ def test_a_record_of_another_length_is_a_miss_that_the_next_put_replaces(
         counters = store.stats()[1].counters
         assert (counters["damaged"], counters["refused"]) == (0, 1)
         assert store.lookup(key) == 0
-        (loss,) = store.losses(key)
+        (loss,) = store._tiered.losses_of(store._named(key))
         assert loss is not None
         assert (loss.tier, loss.what) == ("file", "refused")
         assert f"another length: it has 4096 bytes, and the block {size}" in loss.detail
@@ -204,16 +204,13 @@ def test_a_much_longer_record_is_not_taken_for_a_damaged_one(codec: str, tmp_pat
 def test_a_put_of_another_length_replaces_what_is_stored(tmp_path: Path) -> None:
     """It need not be read before; memory and tier agree, whichever of them had it."""
     key = KEYS[:1]
-    for opening in (False, True):
-        for size in (1000, 2000, 500):
-            with opened("memory://1MiB", disk(tmp_path / "d")) as store:
-                if opening and store.lookup(key):
-                    store.prefetch(key, [3000]).wait(20)
-                assert store.put(key, [bytes([size % 251]) * size], wait=20) == 1
-                room = bytearray(size)
-                assert store.get(key, [memoryview(room)]) == 1
-                assert room == bytes([size % 251]) * size
-                store.check()
+    for size in (1000, 2000, 500):
+        with opened("memory://1MiB", disk(tmp_path / "d")) as store:
+            assert store.put(key, [bytes([size % 251]) * size], wait=20) == 1
+            room = bytearray(size)
+            assert store.get(key, [memoryview(room)]) == 1
+            assert room == bytes([size % 251]) * size
+            store.check()
     assert len(records(tmp_path / "d")) == 1
 
 
@@ -225,7 +222,7 @@ def test_memory_gives_no_record_of_another_length() -> None:
             assert store.get(KEYS[2:3], [memoryview(room)]) == 0
             assert not any(room)
             assert store.lookup(KEYS[2:3]) == 0
-            (loss,) = store.losses(KEYS[2:3])
+            (loss,) = store._tiered.losses_of(store._named(KEYS[2:3]))
             assert loss is not None
             assert loss.what == "refused"
         assert store.put(KEYS[2:3], BLOCKS[2:3]) == 1
@@ -255,8 +252,8 @@ CALLS: dict[str, tuple[Callable[[BlockStore], object], str]] = {
     "a read-only buffer": (lambda s: s.get(KEYS[:1], [readonly()]), "read-only"),
     "a deadline of text": (lambda s: s.get([], [], deadline="1"), "deadline is '1'"),
     "a wait that is a bool": (lambda s: s.put([], [], wait=True), "wait is True"),
-    "fewer sizes": (lambda s: s.prefetch(KEYS[:2], [1]), "1 sizes are given for 2 keys"),
-    "a size of nothing": (lambda s: s.prefetch(KEYS[:1], [0]), "size of a block is 0"),
+    "fewer sizes": (lambda s: s.read(KEYS[:2], [1], print), "1 sizes are given for 2 keys"),
+    "a size of nothing": (lambda s: s.read(KEYS[:1], [0], print), "size of a block is 0"),
     "a pin for ever": (lambda s: s.pin(KEYS, float("inf")), "seconds is inf"),
 }
 
@@ -293,7 +290,8 @@ def test_what_was_only_fetched_ahead_outlives_the_process(tmp_path: Path) -> Non
         assert store.put(KEYS, BLOCKS) == 8
     for _ in range(2):
         with opened(*tiers, policy=Exclusive()) as store:
-            assert store.prefetch(KEYS, SIZES).wait(5) == 8
+            blocks = store._tiered.prefetch(lambda s=store: (s._named(KEYS), SIZES))
+            assert blocks.wait(5) == 8
             quiet(store)
     with opened(*tiers, policy=Exclusive()) as store:
         assert get(store) == 8

@@ -51,7 +51,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "keep_until": lambda s: s.keep_until(TOKENS, 3),
         "unkept": lambda s: s.unkept(TOKENS),
         "ended": lambda s: s.ended(TOKENS, prompt=3),
-        "used_bytes": lambda s: s.used_bytes(["a"]),
         "worth": lambda s: s.worth(3),
         "touch": lambda s: s.touch(TOKENS),
         "prefetch": lambda s: s.prefetch(TOKENS),
@@ -59,7 +58,6 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "unpin": lambda s: s.unpin(TOKENS),
         "remove": lambda s: s.remove(TOKENS),
         "clear": lambda s: s.clear(),
-        "watch": lambda s: s.watch(print),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -74,17 +72,14 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "knows": lambda s: s.knows(KEYS),
         "unknown": lambda s: s.unknown(KEYS),
         "sources": lambda s: s.sources(KEYS),
-        "losses": lambda s: s.losses(KEYS),
         "own_bytes": lambda s: s.own_bytes(),
         "must_ask": lambda s: s.must_ask,
-        "prefetch": lambda s: s.prefetch(KEYS, [100] * 4),
         "pin": lambda s: s.pin(KEYS, 1.0),
         "pin_memory": lambda s: s.pin_memory(),
         "returns": lambda s: s.returns(16),
         "replay": lambda s: s.replay(),
         "remove": lambda s: s.remove(KEYS),
         "clear": lambda s: s.clear(),
-        "watch": lambda s: s.watch(print),
         "flush": lambda s: s.flush(1.0),
         "__enter__": lambda s: s.__enter__(),
     },
@@ -125,8 +120,8 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 # What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
 ANSWERS: dict[type, set[str]] = {
     KVStore: {"close", "stats", "check", "tiers", "shared", "snapshots"},
-    BlockStore: {"close", "stats", "check", "shared"},
-    TieredStore: {"close", "stats", "check", "closed", "inherited", "idle"},
+    BlockStore: {"close", "stats", "check"},
+    TieredStore: {"close", "stats", "check", "inherited"},
     Prefetch: {"done", "cancel", "start"},
     BlockPrefetch: {"done", "cancel"},
 }
@@ -149,7 +144,7 @@ def opened(kind: type, path: Path) -> tuple[Any, Callable[[], object]]:
         return blocks, blocks.close
     if kind is TieredStore:
         return blocks._tiered, blocks.close
-    return blocks.prefetch(KEYS, [100] * 4), blocks.close
+    return blocks._tiered.prefetch(lambda: (blocks._named(KEYS), [100] * 4)), blocks.close
 
 
 @pytest.mark.parametrize("kind", CALLS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
@@ -270,7 +265,7 @@ def test_a_forked_process_is_told_to_open_a_store_of_its_own(kind: type, tmp_pat
     """It has no thread that would write or read; sockets and queues are its parent's."""
     one, close = opened(kind, tmp_path)
     shared: dict[str, Any] = {"tiers": ["memory://1MiB", disk(tmp_path / "d")]}
-    named = BlockStore.shared("named", Namespace(), **shared)
+    named = KVStore.shared("named", GQA, model="a@1", **shared)
 
     def ask() -> None:
         for name, call in CALLS[kind].items():
@@ -278,18 +273,16 @@ def test_a_forked_process_is_told_to_open_a_store_of_its_own(kind: type, tmp_pat
                 pytest.fail(f"{name} answers {call(one)!r}")
         assert one.close()
         assert one.stats()
-        with BlockStore.shared("named", Namespace(), **shared) as mine:
+        with KVStore.shared("named", GQA, model="a@1", **shared) as mine:
             named.close()
-            assert mine.get(KEYS, [memoryview(bytearray(100)) for _ in KEYS]) == kept
-            mine.put([b"n" * 32], [b"new"])
+            put(mine, range(256))
             assert mine.flush(20.0)
 
-    kept = 0 if kind is KVStore else 4
     assert forked(ask) == ""
     assert named.close()
     assert close()
-    with BlockStore(Namespace(), **shared) as again:
-        assert again.get([b"n" * 32], [memoryview(bytearray(3))]) == 1
+    with KVStore(GQA, model="a@1", **shared) as again:
+        assert again.lookup(range(256)).tokens == 256
 
 
 def forked(ask: Callable[[], None]) -> str:

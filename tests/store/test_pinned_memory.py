@@ -10,10 +10,9 @@ import torch
 from kvkeep.store import BlockStore
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("refused", [0, 2])
 def test_all_of_the_first_tier_is_pinned_until_the_end(
-    monkeypatch: pytest.MonkeyPatch, refused: int, shared: bool
+    monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     told: list[tuple[str, int]] = []
 
@@ -33,10 +32,7 @@ def test_all_of_the_first_tier_is_pinned_until_the_end(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch, "zeros", kernel)
-    if shared:
-        store = BlockStore.shared("pinned", "pinned", tiers=["memory://1MiB"])
-    else:
-        store = BlockStore("pinned", tiers=["memory://1MiB"])
+    store = BlockStore("pinned", tiers=["memory://1MiB"])
     assert told == []
     store.pin_memory()
     store.pin_memory()

@@ -12,7 +12,7 @@ from store_kv import GQA, disk, get, put
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import KVGeometry
-from kvkeep.store import BlockStore, KVStore
+from kvkeep.store import KVStore
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.kv.options import StoreOptions
 from kvkeep.store.tiers import Exclusive, Inclusive
@@ -84,10 +84,10 @@ def test_the_last_one_closes_it(tmp_path: Path) -> None:
         with pytest.raises(IllegalStep, match="closed"):
             store.get(TOKENS)
         assert store.stats().puts == 1
-        assert not tiered.closed
+        assert not tiered._closed
     assert get(stores[2], TOKENS) == 16
     assert stores[2].close()
-    assert tiered.closed
+    assert tiered._closed
     with opened("last", tmp_path, block_tokens=8) as again:
         assert again._tiered is not tiered, "a new one, of any configuration"
 
@@ -161,20 +161,6 @@ def test_many_threads_open_and_close_one_name(tmp_path: Path) -> None:
         thread.join(60)
     assert not faults, faults
     assert seen
-
-
-def test_blocks_by_a_name() -> None:
-    first = BlockStore.shared("blocks", "ns", tiers=["memory://1MiB"])
-    second = BlockStore.shared("blocks", "ns", tiers=["memory://1MiB"])
-    key = bytes(32)
-    assert first.put([key], [b"x"]) == 1
-    assert first.close()
-    with pytest.raises(IllegalStep, match="closed"):
-        first.knows([key])
-    assert second.knows([key]) == 1
-    with pytest.raises(InvalidValue, match=r"namespace\.tenant"):
-        BlockStore.shared("blocks", "another", tiers=["memory://1MiB"])
-    assert second.close()
 
 
 def test_what_the_constructor_refuses_is_refused_of_an_open_name(tmp_path: Path) -> None:

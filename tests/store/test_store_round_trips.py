@@ -294,18 +294,6 @@ def test_a_pin_can_end_from_a_token_on() -> None:
         store.check()
 
 
-def test_used_bytes_are_those_of_tenants_in_all_tiers(tmp_path) -> None:
-    with open_store("memory://4MiB", f"file://{tmp_path}?size=4MiB") as store:
-        put(store, range(8), tenant="a", wait=True)
-        put(store, range(8), tenant="b", wait=True)
-        put(store, range(20, 28), tenant="b", wait=True)
-        used, others = store.used_bytes(["a", "nobody"])
-        assert used["nobody"] == 0
-        assert 0 < 2 * used["a"] == others
-        assert used["a"] > 2 * 8 * store.geometry.bytes_per_token, "both tiers count"
-        assert store.used_bytes(["b", "a"])[1] == 0
-
-
 # --- tokens, and what is answered ------------------------------------------------------------
 
 

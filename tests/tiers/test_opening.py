@@ -148,6 +148,8 @@ def test_a_wrong_option_is_named_and_nothing_stays_open(
         (["memory://1MiB#1"], ("#1", "%23")),
         (["file://relative/path"], ("file:///relative/path",)),
         (["file:///kv%00?size=1MiB"], ("%00",)),
+        (["file:///kv?encrypt=/key%00"], ("%00",)),
+        (["valkey://localhost?ca=%00"], ("%00",)),
         (["file:///kv?size=1MiB", "file:///a/../kv/?size=2MiB"], ("file:///a/../kv/", "twice")),
     ],
 )

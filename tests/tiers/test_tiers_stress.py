@@ -335,7 +335,8 @@ def at_rest(store: TieredStore) -> None:
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         for work in (tier.reading, tier.writing):
-            assert work.cost == work.unfinished == 0
+            assert work.wait(0.0)
+            assert work.cost == 0
         assert isinstance(tier.backend, FaultyBackend)
         inner = tier.backend.inner
         if isinstance(inner, MemoryBackend):

@@ -190,13 +190,14 @@ def checked(store: TieredStore) -> None:
     store.check()
     assert store.memory.backend.leased == 0, "a lease was not given back"
     assert store.memory.leaving_bytes == 0
-    assert store.idle
     for tier in [store.memory, *store.tiers]:
         held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
         assert not held, "a block is held for ever"
         assert not tier.catalogue.holds._ahead, "a block that never came is held for ever"
     for tier in store.tiers:
-        assert tier.writing.cost == tier.writing.unfinished == tier.reading.unfinished == 0
+        assert tier.writing.wait(0.0)
+        assert tier.reading.wait(0.0)
+        assert tier.writing.cost == 0
         inner = tier.backend.inner if isinstance(tier.backend, FaultyBackend) else tier.backend
         if isinstance(inner, MemoryBackend):
             inner.check()

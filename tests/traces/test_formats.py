@@ -34,9 +34,7 @@ def test_mooncake(tmp_path: Path) -> None:
     )
     trace = open_trace(path)
     assert isinstance(trace, Trace)
-    assert (trace.format, trace.unit_tokens, trace.name, trace.length) == (
-        "mooncake", 512, "m.jsonl", None,
-    )  # fmt: skip
+    assert (trace.format, trace.unit_tokens, trace.name) == ("mooncake", 512, "m.jsonl")
     first, second = trace
     assert (first.time, second.time) == (0.0, pytest.approx(1.018))
     assert first.units.tolist() == [46, 47, 2**63 - 1]  # as they are: chained already

@@ -33,7 +33,7 @@ def test_requests_count_for_their_tenant():
     ledger.series(5)  # from here on "a" has a series
     request = record("a", 100)
     ledger.see(RequestAdmitted(request, 0, 30))
-    ledger.see(RequestLoaded(request, LoadReport(50, ((30, 70, "disk"),))))
+    ledger.see(RequestLoaded(request, LoadReport(((30, 70, "disk"),))))
     ledger.see(PromptComputed(request, 20, 0.1))
     ledger.see(PromptComputed(request, 10, 0.1))
     ledger.see(PromptStored(request, 64, 0.1))
@@ -74,6 +74,16 @@ def test_no_series_of_metrics_ever_falls_and_none_changes_its_name():
         assert sum(counts.prompt_tokens for counts in now.values()) == prompts
         before = now
     assert len(before) == 6
+
+
+def test_the_largest_come_first():
+    ledger = TenantLedger()
+    for number in range(900):
+        ledger.see(RequestAdmitted(record(f"t{number}", number), 0, number // 2))
+    largest = ledger.largest(20)
+    assert [tenant for tenant, _ in largest] == [f"t{number}" for number in range(899, 879, -1)]
+    assert (largest[0][1].requests, largest[0][1].read_tokens) == (1, 449)
+    assert len(ledger.largest(10_000)) == 900
 
 
 def test_it_takes_two_rows_at_least():

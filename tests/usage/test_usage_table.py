@@ -82,15 +82,6 @@ def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
     assert sum(one.count for one in figures.times()) == 2000  # memory is bounded
 
 
-def test_tenants(clock):
-    figures = UsageTable(clock=clock)
-    for number in range(1500):
-        opened(figures, number, number // 2, f"t{number}", f"s{number}")
-    largest = figures.namespaces(20)
-    assert [one.tenant for one in largest] == [f"t{number}" for number in range(1499, 1479, -1)]
-    assert len(figures.namespaces(10_000)) == 1500
-
-
 def stored(cache):
     return {space: pages for space, pages in cache.namespaces().items() if pages}
 

@@ -154,9 +154,9 @@ def add_page_size(parser: argparse._ActionsContainer) -> None:
     add_count(parser, "--page-size", 16, "tokens per page", metavar="TOKENS")
 
 
-def model_geometry(path: Path, *, dtype: str | None = None, tp: int = 1) -> KVGeometry:
+def model_geometry(path: Path) -> KVGeometry:
     """Read the geometry of the model in ``path``; say on stderr what had to be assumed."""
-    geometry = KVGeometry.from_config(path, dtype=dtype, tp=tp)
+    geometry = KVGeometry.from_config(path)
     for note in geometry.notes:
         print(f"kvkeep: {note}", file=sys.stderr)
     return geometry

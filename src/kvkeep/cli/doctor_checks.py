@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from kvkeep.core.config_file import ConfigFile
-from kvkeep.core.errors import BackendFailed, InvalidValue, KVKeepError, did_you_mean, reason, told
+from kvkeep.core.errors import BackendFailed, InvalidValue, KVKeepError, reason, told
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.integrations.options import EngineOptions, tiers_of
@@ -31,8 +31,6 @@ from kvkeep.integrations.tested import TESTED
 from kvkeep.integrations.vllm.options import ConnectorOptions
 from kvkeep.integrations.vllm.transfer import (
     CONNECTOR,
-    OFFLOADING,
-    SPEC,
     TIER,
     TransferPart,
     check_part,
@@ -578,25 +576,8 @@ def _installed(names: Sequence[str]) -> str | None:
 
 _SGLANG: Final = "KVKeepStorage"
 _STORAGE: Final = "kvkeep.integrations.sglang"
-# Names by which an engine is told of a class, and of its module; and the modules of ours.
-_CLASSES: Final = (
-    ("kv_connector", "kv_connector_module_path"), ("spec_name", "spec_module_path"),
-    ("type", "module_path"), ("class_name", "module_path"),
-)  # fmt: skip
-_MODULES: Final = {
-    CONNECTOR: ("kvkeep.integrations.vllm", "kvkeep.integrations.vllm.connector"),
-    OFFLOADING: ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.engine"),
-    SPEC: ("kvkeep.integrations.vllm.tier", "kvkeep.integrations.vllm.offload.spec"),
-    TIER: ("kvkeep.integrations.vllm.tier",),
-    _SGLANG: (_STORAGE, f"{_STORAGE}.storage"),
-}
 _TOML: Final = ".toml"
 _MOST_BYTES: Final = 1 << 20  # of a file with options
-_OF_TRANSFER: Final = (
-    "kv_connector", "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_role", "kv_rank",
-    "kv_parallel_size", "kv_ip", "kv_port", "kv_connector_extra_config",
-    "kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -702,9 +683,7 @@ def _read(text: str) -> tuple[str, Mapping[str, Any]]:
 
 def _parts(config: Mapping[str, Any], name: str) -> list[TransferPart]:
     """Return the uses of kvkeep in a configuration, whichever engine it is for."""
-    _refuse_other_modules(config)
     if "kv_connector" in config:
-        _refuse_misspelt(config)
         parts = transfer_parts(config)
     elif "secondary_tiers" in config:
         parts = offload_parts(config)
@@ -738,31 +717,6 @@ def _storage(config: Mapping[str, Any], name: str) -> TransferPart:
             f"{told(config['module_path'])}, not {_SGLANG} of {_STORAGE}"
         )
     return TransferPart(_SGLANG, StorageOptions.parse(config))
-
-
-def _refuse_other_modules(config: Mapping[str, Any]) -> None:
-    """Raise `InvalidValue` if a class of ours is looked for in a module that does not have it."""
-    for key, where in _CLASSES:
-        name, module = config.get(key), config.get(where)
-        modules = _MODULES.get(name) if isinstance(name, str) else None
-        if modules and module is not None and module not in modules:
-            raise InvalidValue(f"{where} is {told(module)}; {name} is in {modules[0]}")
-    inside = [config.get(key) for key in ("connectors", "secondary_tiers")]
-    inner = [one for some in inside if isinstance(some, list) for one in some]
-    for one in (config.get("kv_connector_extra_config"), *inner):
-        if isinstance(one, dict):
-            _refuse_other_modules(one)
-
-
-def _refuse_misspelt(config: Mapping[str, Any]) -> None:
-    """Raise `InvalidValue` for a name that is nearly one of vLLM's, which would refuse it.
-
-    Names that are like none are left to vLLM: another version may have more.
-    """
-    for name in config:
-        near = "" if name in _OF_TRANSFER else did_you_mean(name, _OF_TRANSFER)
-        if near:
-            raise InvalidValue(f"vLLM's --kv-transfer-config has no {told(name)}{near}")
 
 
 def _parts_in(path: str) -> list[TransferPart]:

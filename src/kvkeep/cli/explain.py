@@ -111,10 +111,7 @@ def _request(client: Client, name: str) -> dict[str, Any]:
     except ServerRefusal as error:
         if error.status != 404:
             raise
-        try:
-            seen = client.get(path("/kv/requests", last=_REMEMBERED))
-        except ServerRefusal:
-            raise error from None  # the server does not explain
+        seen = client.get(path("/kv/requests", last=_REMEMBERED))
         ids = [one["id"] for one in entries(seen, "requests") if isinstance(one.get("id"), str)]
         found = [
             one for one in ids if one.startswith(name) or one.partition("-")[2].startswith(name)

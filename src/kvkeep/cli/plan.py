@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from kvkeep.bench.replay import PlannedMemory, Prices, advise
-from kvkeep.bench.replay.words import money
+from kvkeep.bench.replay import PlannedMemory, advise
 from kvkeep.cli import replay
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
-from kvkeep.cli.tables import print_table
 from kvkeep.cli.trace import add_reading_arguments, opened
 from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
@@ -43,19 +41,17 @@ def moves_between_tiers(chosen: PlanCandidate) -> bool:
 
 
 def serve_command(chosen: PlanCandidate, model: Path, bytes_per_token: float) -> str:
-    """Return the ``kvkeep serve`` that uses this setting; without a cache, it stores nothing.
+    """Return the ``kvkeep serve`` that uses this setting.
 
     The memory is the pool's; where the tiering moves blocks between memory and disk, it is a tier.
     """
     words = ["kvkeep", "serve", "--model", str(model)]
-    if chosen.policy is None:
-        return shlex.join([*words, "--no-store"])
     if moves_between_tiers(chosen):
         for tier in _tiers(chosen, bytes_per_token):
             words += ["--tier", tier]
         return shlex.join([*words, "--tiering", str(chosen.tiering)])
     words += ["--memory", _bytes(chosen.memory_tokens * bytes_per_token)]
-    words += ["--eviction", _policy(chosen)]
+    words += ["--eviction", chosen.policy]
     if not chosen.disk_tokens:
         return shlex.join([*words, "--no-store"])
     words += ["--tier", _disk(chosen, bytes_per_token), "--tiering", str(chosen.tiering)]
@@ -63,11 +59,7 @@ def serve_command(chosen: PlanCandidate, model: Path, bytes_per_token: float) ->
 
 
 def vllm_option(chosen: PlanCandidate, bytes_per_token: float) -> str:
-    """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting.
-
-    A setting without a cache has none: do not ask for it.
-    """
-    assert chosen.policy is not None
+    """Return the ``--kv-transfer-config`` of vLLM with the memory and disk of a setting."""
     config = {
         "kv_connector": "KVKeepConnector",
         "kv_connector_module_path": "kvkeep.integrations.vllm",
@@ -89,13 +81,7 @@ def _disk(chosen: PlanCandidate, bytes_per_token: float) -> str:
 
 
 def _query(chosen: PlanCandidate, mark: str) -> str:
-    policy = _policy(chosen)
-    return "" if policy == _USUAL else f"{mark}policy={policy}"
-
-
-def _policy(chosen: PlanCandidate) -> str:
-    assert chosen.policy is not None
-    return chosen.policy
+    return "" if chosen.policy == _USUAL else f"{mark}policy={chosen.policy}"
 
 
 def _bytes(amount: float) -> str:
@@ -110,8 +96,7 @@ def add_parser(commands: Commands) -> None:
         "plan",
         help="recommend a policy, memory and tiers for the traffic of a trace",
         description="Replay a trace with several policies, with less and more memory, and with a "
-        "tier below it, and recommend what to use: what reuses most or, with prices, what costs "
-        "least. docs/replay.md explains the results.",
+        "tier below it, and recommend what reuses most. docs/replay.md explains the results.",
     )
     parser.add_argument("file", metavar="TRACE", type=Path, help="trace file")
     add_reading_arguments(parser)
@@ -129,12 +114,6 @@ def add_parser(commands: Commands) -> None:
         "plan then says what the tier saves in seconds, and advises against one that saves none",
     )
     replay.add_replay_arguments(parser.add_argument_group("replaying"))
-    add_option(
-        parser,
-        "--prices LIST",
-        "with --model and --cost: recommend what costs least a month, by the price of a GPU hour "
-        "and of a GiB of memory and disk a month, in any currency: gpu=2.5,memory=3,disk=0.1",
-    )
     replay.add_report_argument(parser)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -143,9 +122,6 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, and print the recommendation."""
     replay.check_out(args)
-    prices = None if args.prices is None else Prices.parse(args.prices)
-    if prices is not None and (args.model is None or args.cost is None):
-        raise InvalidValue("--prices needs --model, for bytes, and --cost, for the time of GPUs")
     sizes = replay.ModelSizes.of(args)
     trace = opened(args, args.file)
     page_tokens = trace.unit_tokens
@@ -160,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         reads = replay.tier_reads(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
     size = None if args.model is None else sizes.bytes_per_token(page_tokens)
-    plan = PlannedMemory(memory, disk, groups, cost, read, prices, size)
+    plan = PlannedMemory(memory, disk, groups, cost, read, size)
     workload = replay.read_workload(trace)
     runs = plan.runs(workload)
     outcomes = replay.replayed(workload, runs, args)
@@ -173,8 +149,6 @@ def run(args: argparse.Namespace) -> int:
                           "outcomes": [one.as_dict() for one in outcomes]}))  # fmt: skip
         return 0
     _print(workload, advice)
-    if advice.chosen.month is not None:
-        _print_costs(plan, advice)
     _print_flags(advice.chosen, args.model, size)
     return 0
 
@@ -194,29 +168,6 @@ def _paragraph(text: str) -> None:
     print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
-def _print_costs(plan: PlannedMemory, advice: Advice) -> None:
-    """Print what a month costs with each memory and disk, the cheapest first."""
-    best: dict[tuple[int, int], PlanCandidate] = {}
-    for one in sorted(advice.candidates, key=lambda one: one.month or 0.0):
-        best.setdefault((one.memory_tokens, one.disk_tokens), one)
-    rows = []
-    for one in best.values():
-        sizes = [plan.size(size) for size in (one.memory_tokens, one.disk_tokens) if size]
-        how = "" if one.policy is None else one.policy
-        if one.tiering is not None:
-            how += f"/{one.tiering}"
-        rows.append(
-            [
-                " + ".join(sizes) or "no cache",
-                how,
-                f"{100 * one.hit_rate:.1f} %",
-                money(one.month or 0.0),
-            ]
-        )
-    print_table(["a month of this traffic", "policy", "reused", "costs"], rows)
-    print()
-
-
 def _print_flags(chosen: PlanCandidate, model: Path | None, bytes_per_token: float | None) -> None:
     """Print the setting as commands to paste; they need the size of a token."""
     if model is None or bytes_per_token is None:
@@ -224,8 +175,6 @@ def _print_flags(chosen: PlanCandidate, model: Path | None, bytes_per_token: flo
         return
     print("kvkeep's server:\n")
     print(f"  {serve_command(chosen, model, bytes_per_token)}\n")
-    if chosen.policy is None:
-        return
     if moves_between_tiers(chosen):
         _paragraph(
             f"The tiering {chosen.tiering} is one of tiers, so the memory is a tier here. The pool "

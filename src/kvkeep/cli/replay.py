@@ -149,10 +149,7 @@ class ModelSizes:
 
 def read_workload(trace: FileTrace) -> Workload:
     """Read a trace."""
-    with (
-        progress("reading", of=trace.length, remaining=True) as advance,
-        increments(advance) as read,
-    ):
+    with progress("reading") as advance, increments(advance) as read:
         return Workload.read(trace, read)
 
 

@@ -115,6 +115,8 @@ def check(args: argparse.Namespace) -> None:
     _settings(args, key)
     eviction_of(args)
     whole("page_size", args.page_size, 1)
+    if args.block_tokens is not None:
+        whole("block_tokens", args.block_tokens, 1)
     tiering(args.tiering)
     if args.tier:
         check_tiers(args.tier)

@@ -280,6 +280,8 @@ def _converted(parser: Parser, action: argparse.Action, value: object) -> object
     if isinstance(value, bool) or not isinstance(value, str if textual else str | int | float):
         needed = "text" if textual else "a number or text"
         raise InvalidValue(f"{said} is given; {needed} is needed")
+    if "\0" in str(value):  # no word of a command line has it
+        raise InvalidValue(f"{said} is given; text without NUL characters is needed")
     try:
         found: object = str(value) if action.type is None else _call(action.type, str(value))
         parser.check_choice(action, found)

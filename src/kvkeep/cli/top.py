@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from kvkeep.cli.arguments import add_count, add_json, add_seconds, add_switch
 from kvkeep.cli.client import (
     Gone,
-    ServerRefusal,
     add_server_arguments,
     add_server_url,
     connect,
@@ -44,15 +43,14 @@ class Picture:
     """The state of a server at one time.
 
     ``live`` is the latest answer of /kv/live and ``before`` the one before it (None at first, and
-    after a restart of the server). ``requests`` and ``summary`` are None if the server does not
-    explain. ``seen_at`` is the time of these answers, in Unix seconds. ``trouble``
-    is why a later poll failed; None if the latest succeeded.
+    after a restart of the server). ``seen_at`` is the time of these answers, in Unix seconds.
+    ``trouble`` is why a later poll failed; None if the latest succeeded.
     """
 
     live: Mapping[str, Any]
     before: Mapping[str, Any] | None
-    requests: Sequence[Mapping[str, Any]] | None
-    summary: Mapping[str, Any] | None
+    requests: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
     seen_at: float
     trouble: str | None = None
 
@@ -71,7 +69,7 @@ class Watcher:
         self._client = client
         self._last = last
         self._picture: Picture | None = None
-        self._summary: Mapping[str, Any] | None = None
+        self._summary: Mapping[str, Any] = {}
         self._summary_at = -math.inf
 
     def poll(self) -> Picture:
@@ -89,14 +87,14 @@ class Watcher:
             self._picture = Picture(
                 old.live, None, old.requests, old.summary, old.seen_at, str(error)
             )
-            self._summary_at = -math.inf  # after a restart there may be another, or none
+            self._summary_at = -math.inf  # after a restart it is another
         return self._picture
 
     def _ask(self) -> Picture:
         live = self._client.get("/kv/live")
-        requests = self._explained(path("/kv/requests", last=self._last))
+        requests = self._client.get(path("/kv/requests", last=self._last))
         if time.monotonic() - self._summary_at >= _SUMMARY_S:
-            self._summary = self._explained("/kv/summary")
+            self._summary = self._client.get("/kv/summary")
             self._summary_at = time.monotonic()
         before = None if self._picture is None else self._picture.live
         if before is not None and whole(live, "uptime_s") < whole(before, "uptime_s"):
@@ -104,19 +102,10 @@ class Watcher:
         return Picture(
             live=live,
             before=before,
-            requests=None if requests is None else entries(requests, "requests"),
+            requests=entries(requests, "requests"),
             summary=self._summary,
             seen_at=time.time(),
         )
-
-    def _explained(self, path: str) -> Mapping[str, Any] | None:
-        """Get ``path``, which exists only while the server explains; None if it does not."""
-        try:
-            return self._client.get(path)
-        except ServerRefusal as error:
-            if error.status == 404:
-                return None
-            raise
 
 
 _LOOK_S: Final = 0.1  # between two looks at the size of the terminal

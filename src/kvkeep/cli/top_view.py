@@ -64,8 +64,7 @@ def draw(picture: Picture, address: str, width: int, height: int, *, ends: str =
     ]
     rows = height - 3 - len(lines)  # for causes and requests, without their headings and the foot
     lines += _causes(picture, causes[: max(rows // 2, 0)], width)
-    requests = picture.requests or []
-    lines += _requests(picture, requests[: max(height - 2 - len(lines), 0)], width)
+    lines += _requests(picture, picture.requests[: max(height - 2 - len(lines), 0)], width)
     if ends:  # a full screen: the foot is on its last line
         lines += [cell("", width) for _ in range(height - 1 - len(lines))]
     return [*lines[: height - 1], _foot(width, ends)]
@@ -252,16 +251,10 @@ def _causes(picture: Picture, causes: Sequence[Mapping[str, Any]], width: int) -
     summary = picture.summary
     title = f"causes of {amount(sum(tokens_by(summary, 'computed').values()))} computed tokens"
     lines = [heading(row(cell("share", 6, right=True), cell(title, width - 8), width=width))]
-    if summary is None:
-        return [*lines, _unexplained(width)]
     for cause in causes:
         share = cell(percent(number(cause, "share") or 0.0, 1.0), 6, "bold", right=True)
         lines.append(row(share, cell(cause_words(cause), width - 8), width=width))
     return lines
-
-
-def _unexplained(width: int) -> Text:
-    return cell("        this server does not explain requests", width, "dim")
 
 
 def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
@@ -276,8 +269,6 @@ def _requests(picture: Picture, requests: Sequence[Mapping[str, Any]], width: in
             )
         )
     ]  # fmt: skip
-    if picture.requests is None:
-        return [*lines, _unexplained(width)]
     for request in requests:
         computed = tokens_by(request, "computed")
         missed = sum(computed.values())

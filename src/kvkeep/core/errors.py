@@ -163,8 +163,8 @@ def _required(module: str, advice: str) -> ModuleType:
     raise missing  # outside `except`: the traceback ends in one error, not in two
 
 
-def told(value: object, most: int = 80) -> str:
-    """Return the repr of ``value`` for a message, ``most`` characters at most. Never raises.
+def told(value: object) -> str:
+    """Return the repr of ``value`` for a message, 80 characters at most. Never raises.
 
     Python refuses to write integers of more than 4,300 digits, and a foreign ``__repr__`` may fail.
     """
@@ -174,7 +174,7 @@ def told(value: object, most: int = 80) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001 - a stranger's __repr__, or a huge number within a value
         return f"a {type(value).__name__}"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

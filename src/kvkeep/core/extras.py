@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     Extras = tuple["Extra", ...]
 
 __all__ = [
-    "DIGEST_BYTES",
     "SEPARATOR",
     "Extra",
     "as_extras",
@@ -33,7 +32,6 @@ __all__ = [
     "signed",
 ]
 
-DIGEST_BYTES = 32
 SEPARATOR = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
 """Separates the tokens of a block from their extras in the hashed bytes; never a token."""
 _MOST = 65_536

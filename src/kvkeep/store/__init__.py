@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvkeep.store.blocks import BlockStore, Lookup, Operation, Put, StoreStats
+    from kvkeep.store.blocks import BlockStore, Lookup, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
     from kvkeep.store.kv import KVStore, LoadChoice, LoadPiece, Prefetch, Snapshot, choose_load
     from kvkeep.store.tiers import Miss, Removed
@@ -28,7 +28,6 @@ __all__ = [
     "LoadPiece",
     "Lookup",
     "Miss",
-    "Operation",
     "Prefetch",
     "Put",
     "Removed",
@@ -40,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ROOMS = {
-    **dict.fromkeys(("BlockStore", "Lookup", "Operation", "Put", "StoreStats"), "blocks"),
+    **dict.fromkeys(("BlockStore", "Lookup", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
     **dict.fromkeys(
         ("KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"), "kv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvkeep.bench.replay.advising import Advice, PlanCandidate, PlannedMemory, Prices, advise
+from kvkeep.bench.replay.advising import Advice, PlanCandidate, PlannedMemory, advise
 from kvkeep.bench.replay.bounds import BELADY, INFINITE, belady, infinite
 from kvkeep.bench.replay.loop import simulate_loop
 from kvkeep.bench.replay.outcome import GROUP_REASONS, REASONS, Outcome
@@ -26,7 +26,6 @@ __all__ = [
     "PlanCandidate",
     "PlannedMemory",
     "PrefillCost",
-    "Prices",
     "ReplayRun",
     "TraceSummary",
     "Workload",

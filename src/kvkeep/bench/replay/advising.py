@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ from kvkeep.bench.replay.outcome import (
 )  # fmt: skip
 from kvkeep.bench.replay.runs import BOUNDS, ReplayRun
 from kvkeep.bench.replay.summary import doubts, gaps
-from kvkeep.bench.replay.words import amount, money
+from kvkeep.bench.replay.words import amount
 from kvkeep.core.cost import TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.eviction import POLICIES
@@ -26,14 +24,14 @@ from kvkeep.core.eviction import policy as policy_named
 from kvkeep.core.geometry.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from kvkeep.bench.replay.outcome import Outcome
     from kvkeep.bench.replay.workload import Workload
     from kvkeep.core.cost import PrefillCost
     from kvkeep.core.groups import GroupLayout
 
-__all__ = ["FLEXIBLE", "USUAL", "Advice", "PlanCandidate", "PlannedMemory", "Prices", "advise"]
+__all__ = ["FLEXIBLE", "USUAL", "Advice", "PlanCandidate", "PlannedMemory", "advise"]
 
 USUAL = "lru"
 FLEXIBLE = "returns"
@@ -41,68 +39,25 @@ _TIERINGS = ("inclusive", "exclusive")
 _THRIFTY = "inclusive:2"
 _TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NEVER = TransferCost(seconds_per_byte=1e12)  # nothing is loaded from a tier that slow
-_MONTH_S = 365.25 * 86_400 / 12
-_GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices in one currency: of an hour of the GPUs, and of a GiB a month.
-
-    Raises `InvalidValue` for prices that are negative or no numbers.
-    """
-
-    gpu_hour: float
-    memory_gib: float
-    disk_gib: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise InvalidValue(f"the price {name} is {value!r}; at least 0 is needed")
-
-    @classmethod
-    def parse(cls, text: str) -> Prices:
-        """Parse ``gpu=2.5,memory=3,disk=0.1``; the disk may be left out. Raises `InvalidValue`."""
-        names = {"gpu": "gpu_hour", "memory": "memory_gib", "disk": "disk_gib"}
-        prices: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            try:
-                prices[names[name]] = float(value)
-            except (KeyError, ValueError):
-                raise InvalidValue(
-                    f"prices are such as gpu=2.5,memory=3,disk=0.1; got {part.strip()!r}"
-                ) from None
-        for name in ("gpu", "memory"):
-            if names[name] not in prices:
-                raise InvalidValue(f"the price of {name} is missing in {text!r}")
-        return cls(**prices)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """A setting that was replayed, or no cache at all (then ``policy`` is None).
+    """A setting that was replayed; ``hit_rate`` is the share of prompt tokens that it reuses."""
 
-    ``hit_rate`` is the share of prompt tokens that it reuses, ``month`` what a month of such
-    traffic costs with it; None without prices.
-    """
-
-    policy: str | None
+    policy: str
     memory_tokens: int
     disk_tokens: int = 0
     tiering: str | None = None
     hit_rate: float = 0.0
-    month: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """What to use, and why: the recommendation is a sentence, each reason several sentences.
 
-    ``chosen`` is the setting to use, and ``candidates`` are those that it was chosen from: with
-    prices, none costs less a month. ``warnings`` say what the trace is too short to tell.
+    ``chosen`` is the setting to use, and ``candidates`` are all that were replayed. ``warnings``
+    say what the trace is too short to tell.
     """
 
     chosen: PlanCandidate
@@ -122,8 +77,7 @@ class PlannedMemory:
     Shares are of prompt tokens, with one page per unit of the trace. ``groups`` are those of a
     model with windows or states, in such pages; it is planned without a tier. With ``cost``, that
     of prompts, and ``read``, that of the tier, the plan says what the tier saves in seconds. With
-    ``prices``, which need ``cost`` and ``bytes_per_token``, it recommends the cheapest setting,
-    without them the one that reuses most. With ``bytes_per_token``, sizes are told in bytes.
+    ``bytes_per_token``, sizes are told in bytes.
     """
 
     memory_tokens: int
@@ -131,14 +85,7 @@ class PlannedMemory:
     groups: GroupLayout | None = None
     cost: PrefillCost | None = None
     read: TransferCost | None = None
-    prices: Prices | None = None
     bytes_per_token: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.prices is not None and (self.cost is None or self.bytes_per_token is None):
-            raise InvalidValue("prices need the cost of prompts, and the bytes of a token")
-        if self.prices is not None and self.disk_tokens and self.prices.disk_gib is None:
-            raise InvalidValue("a disk needs the price of a GiB of it, as disk=0.1")
 
     def runs(self, workload: Workload) -> list[ReplayRun]:
         """Return the replays to run: policies, less and more memory, tiers, and the bounds.
@@ -153,22 +100,13 @@ class PlannedMemory:
             if size >= workload.unit_tokens:
                 runs += [self.of(policy, size) for policy in (USUAL, FLEXIBLE, BELADY)]
         if self.disk_tokens:
-            runs += self._tiers(policies, workload.unit_tokens)
+            runs += self._tiers(policies)
         runs.append(ReplayRun(INFINITE, 0))
         return list(dict.fromkeys(runs))
 
-    def _tiers(self, policies: list[str], least: int) -> list[ReplayRun]:
+    def _tiers(self, policies: list[str]) -> list[ReplayRun]:
         runs = [self.tiers(policy, name) for policy in policies for name in _TIERINGS]
         runs += [self.tiers(policy, _THRIFTY) for policy in (USUAL, FLEXIBLE)]
-        if self.prices is not None:  # a disk below less memory may be cheaper
-            sizes = [int(self.memory_tokens * times) for times in _TIMES if times < 1]
-            runs += [
-                self.tiers(policy, name, size)
-                for size in sizes
-                if size >= least
-                for policy in (USUAL, FLEXIBLE)
-                for name in _TIERINGS
-            ]
         runs.append(ReplayRun(BELADY, self.memory_tokens, below=(self.disk_tokens,)))
         if self.cost is not None and self.read is not None:
             pairs = [(policy, name) for policy in (USUAL, FLEXIBLE) for name in _TIERINGS]
@@ -181,10 +119,9 @@ class PlannedMemory:
         size = self.memory_tokens if tokens is None else tokens
         return ReplayRun(policy, size, groups=None if policy == BELADY else self.groups)
 
-    def tiers(self, policy: str, tiering: str, tokens: int | None = None) -> ReplayRun:
-        """Return the replay with the tier below memory, by default of the planned size."""
-        size = self.memory_tokens if tokens is None else tokens
-        return ReplayRun(policy, size, below=(self.disk_tokens,), tiering=tiering)
+    def tiers(self, policy: str, tiering: str) -> ReplayRun:
+        """Return the replay with the tier below memory."""
+        return ReplayRun(policy, self.memory_tokens, below=(self.disk_tokens,), tiering=tiering)
 
     def timed(self, policy: str, tiering: str) -> tuple[ReplayRun, ReplayRun]:
         """Return the replays that take time: with the tier, and without loading from it."""
@@ -199,24 +136,6 @@ class PlannedMemory:
         if self.bytes_per_token is None:
             return amount(tokens)
         return format_bytes(round(tokens * self.bytes_per_token))
-
-    def month(self, workload: Workload, memory: int, disk: int, hit_rate: float) -> float | None:
-        """Return what a month of such traffic costs; None without prices, or without a duration.
-
-        Memory and disk as they are given, and the GPUs for the prompt tokens that are not reused.
-        Answers are not counted: they cost the same whatever is reused.
-        """
-        if self.prices is None or workload.span_s <= 0:
-            return None
-        assert self.cost is not None
-        assert self.bytes_per_token is not None
-        busy_s = sum(self.cost.prefill_s(0, tokens) for tokens in workload.tokens.tolist())
-        gib = self.bytes_per_token / _GIB
-        return (
-            memory * gib * self.prices.memory_gib
-            + disk * gib * (self.prices.disk_gib or 0.0)
-            + (1 - hit_rate) * busy_s / 3600 * self.prices.gpu_hour * _MONTH_S / workload.span_s
-        )
 
 
 def _check_telling(workload: Workload) -> None:
@@ -254,10 +173,7 @@ _MISSES = {
 def advise(
     plan: PlannedMemory, outcomes: Mapping[ReplayRun, Outcome], workload: Workload
 ) -> Advice:
-    """Return the setting that costs least, or without prices the one that reuses most.
-
-    Prices tell nothing of a trace that covers no time.
-    """
+    """Return the setting that reuses most, unless a simpler one reuses nearly as much."""
     return _Advisor(plan, outcomes, workload).advice()
 
 
@@ -278,26 +194,18 @@ class _Advisor:
         ]
         self.candidates = [one for _, one in replayed]
         here = [one for one in self.candidates if one.memory_tokens == plan.memory_tokens]
-        self.memory = {one.policy or "": one for one in here if not one.disk_tokens}
+        self.memory = {one.policy: one for one in here if not one.disk_tokens}
         """The settings in memory alone, of the planned size, by policy."""
-        self.tiers = {(one.policy or "", one.tiering or ""): one for one in here if one.disk_tokens}
+        self.tiers = {(one.policy, one.tiering or ""): one for one in here if one.disk_tokens}
         """The settings with the tier below memory of the planned size, by policy and tiering."""
 
     def _candidate(self, run: ReplayRun, outcome: Outcome) -> PlanCandidate:
-        disk, rate = sum(run.below), outcome.token_hit_rate
-        month = self.plan.month(self.workload, run.capacity_tokens, disk, rate)
+        disk = sum(run.below)
         tiering = run.tiering if disk else None
-        return PlanCandidate(run.policy, run.capacity_tokens, disk, tiering, rate, month)
+        return PlanCandidate(run.policy, run.capacity_tokens, disk, tiering, outcome.token_hit_rate)
 
     def advice(self) -> Advice:
         """Return the recommendation."""
-        if self.candidates[0].month is None:
-            return self._most_reuse()
-        return self._cheapest()
-
-    # --- by reuse --------------------------------------------------------------------------------
-
-    def _most_reuse(self) -> Advice:
         plan = self.plan
         policy, why_policy = self._policy()
         chosen = self.memory[policy]
@@ -311,14 +219,8 @@ class _Advisor:
             f"tokens need not be computed; an unlimited cache would reuse {_percent(self.most)}."
         )
         reasons = (self._bounds(), why_policy, why_disk, self._sizes(), self._misses())
-        warnings = list(self._doubts())
-        if plan.prices is not None:
-            warnings.append(
-                "The trace has no duration, so prices tell nothing: this is what reuses most."
-            )
-        return Advice(
-            chosen, words, tuple(filter(None, reasons)), tuple(warnings), tuple(self.candidates)
-        )
+        warnings = tuple(self._doubts())
+        return Advice(chosen, words, tuple(filter(None, reasons)), warnings, tuple(self.candidates))
 
     def _policy(self) -> tuple[str, str]:
         """Return the policy to use in memory alone, and why."""
@@ -377,7 +279,7 @@ class _Advisor:
         return max(good, key=lambda one: one.hit_rate)
 
     def _written(self, one: PlanCandidate) -> float:
-        outcome = self.outcomes[self.plan.tiers(one.policy or "", one.tiering or "")]
+        outcome = self.outcomes[self.plan.tiers(one.policy, one.tiering or "")]
         computed = max(1, outcome.blocks - outcome.hit_blocks)
         return float(sum(tier["writes"] for tier in outcome.tiers[1:]) / computed)
 
@@ -407,7 +309,7 @@ class _Advisor:
 
         Policies and sizes that were not timed are judged by those that were.
         """
-        times = self._ttft(one.policy or "", one.tiering or "")
+        times = self._ttft(one.policy, one.tiering or "")
         timed = [times] if times else [found for pair in self.tiers if (found := self._ttft(*pair))]
         return not timed or any(
             below["mean"] < (1 - _WORTH) * alone["mean"] for below, alone in timed
@@ -415,7 +317,7 @@ class _Advisor:
 
     def _seconds(self, one: PlanCandidate) -> str:
         """Return the seconds to the first token with the tier, and without loading from it."""
-        times = self._ttft(one.policy or "", one.tiering or "")
+        times = self._ttft(one.policy, one.tiering or "")
         if times is None:
             return ""
         below, alone = (
@@ -431,59 +333,12 @@ class _Advisor:
         times = [one.latency["ttft_s"] for one in timed if one is not None]
         return times if len(times) == len(timed) and all(times) else None
 
-    # --- by money --------------------------------------------------------------------------------
-
-    def _cheapest(self) -> Advice:
-        plan = self.plan
-        nothing = PlanCandidate(None, 0, month=plan.month(self.workload, 0, 0, 0.0))
-        caches = [one for one in self.candidates if not one.disk_tokens or self._saves_time(one)]
-        best = min(caches, key=_month)
-        chosen = min(nothing, best, key=_month)
-        if chosen is nothing:
-            words = (
-                "Keep no KV: no memory that was replayed saves what it costs. Computing all "
-                f"prompts costs {_money(nothing)} a month; the cheapest cache, "
-                f"{self._named(best)}, {_money(best)}."
-            )
-        else:
-            words = (
-                f"Keep {self._named(chosen)}: {_percent(chosen.hit_rate)} of all prompt tokens "
-                f"need not be computed, and a month costs {_money(chosen)} instead of "
-                f"{_money(nothing)} without a cache. An unlimited cache would reuse "
-                f"{_percent(self.most)}."
-            )
-        reasons = [
-            self._bounds(),
-            f"With {plan.size(plan.memory_tokens)} in memory alone: {_lowered(self._policy()[1])}",
-            self._misses(),
-        ]
-        if self.tiers and not any(one.disk_tokens for one in caches):
-            reasons.append(
-                f"A tier of {plan.size(plan.disk_tokens)} below memory saves no time: computing "
-                "is faster than loading from it."
-            )
-        warnings = (*self._doubts(), *self._edges(best, caches))
-        return Advice(chosen, words, tuple(filter(None, reasons)), warnings, (nothing, *caches))
-
-    def _edges(self, best: PlanCandidate, caches: Sequence[PlanCandidate]) -> Iterator[str]:
-        """Yield a warning if the cheapest memory is the least or the most that was tried."""
-        tried = defaultdict(set)
-        for one in caches:
-            tried[bool(one.disk_tokens)].add(one.memory_tokens)
-        sizes = tried[bool(best.disk_tokens)]
-        for edge, which, other in ((min(sizes), "least", "less"), (max(sizes), "most", "more")):
-            if best.memory_tokens == edge:
-                yield (
-                    f"{self.plan.size(edge)} is the {which} memory that was tried, and the "
-                    f"cheapest: {other} may cost less still. Plan around it to know."
-                )
-
     # --- sentences that all advice has -----------------------------------------------------------
 
     def _named(self, one: PlanCandidate) -> str:
         """Return a setting in words."""
         words = f"{self.plan.size(one.memory_tokens)} in memory with the policy "
-        words += one.policy or ""
+        words += one.policy
         if one.disk_tokens:
             words += f" and {self.plan.size(one.disk_tokens)} below it with the tiering "
             words += f"{one.tiering}"
@@ -522,15 +377,6 @@ class _Advisor:
         worst = max(_MISSES, key=lambda reason: outcome.misses.get(reason, 0))
         share = outcome.misses.get(worst, 0) / max(1, outcome.tokens)
         return "" if share < _WORTH else f"{_percent(share)} of all prompt tokens {_MISSES[worst]}"
-
-
-def _month(one: PlanCandidate) -> float:
-    assert one.month is not None
-    return one.month
-
-
-def _money(one: PlanCandidate) -> str:
-    return money(_month(one))
 
 
 def _lowered(sentence: str) -> str:

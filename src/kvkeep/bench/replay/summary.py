@@ -107,7 +107,6 @@ class TraceSummary:
     prompt_p90: int
     prompt_max: int
     namespaces: int
-    largest_namespace: int
     sessions: int
     served_tokens: int
     cached_tokens: int
@@ -157,7 +156,6 @@ def summarise(trace: Trace) -> TraceSummary:
         prompt_p90=int(lengths[-(-count * 9 // 10) - 1]),
         prompt_max=int(lengths[-1]),
         namespaces=len(work.namespaces),
-        largest_namespace=int(np.bincount(work.namespace).max()),
         sessions=len(np.unique(work.session[work.session >= 0])),
         served_tokens=seen.served_tokens,
         cached_tokens=seen.cached_tokens,

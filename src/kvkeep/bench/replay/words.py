@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["amount", "count", "duration", "money", "number", "share", "shown", "tokens"]
+__all__ = ["amount", "count", "duration", "number", "share", "shown", "tokens"]
 
 _SPACE = "\u00a0"  # no line break between a number and its unit
 _LONGEST = 80
@@ -57,11 +57,6 @@ def duration(seconds: float) -> str:
     if seconds and seconds < 1:
         return f"{number(1000 * seconds)}{_SPACE}ms"
     return f"{number(seconds)}{_SPACE}s"
-
-
-def money(amount: float) -> str:
-    """Format an amount of money, from 100 on without decimals."""
-    return f"{amount:,.{0 if amount >= 100 else 2}f}"
 
 
 def amount(tokens: int) -> str:

@@ -31,6 +31,7 @@ __all__ = ["Capture", "CaptureStats", "KeyedIds", "Seen"]
 log = logging.getLogger("kvkeep.traces")
 
 QUEUE_BYTES = 64 << 20
+_CLOSE_S = 10.0
 _ENTRY_BYTES = 512  # per request, besides its tokens
 _FLUSH_S = 1.0
 
@@ -158,12 +159,12 @@ class Capture:
         with self._changed:
             return CaptureStats(self._written, self._dropped, self._failed)
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Write the queue and end the file; return False if that takes longer. Idempotent."""
+    def close(self) -> bool:
+        """Write the queue and end the file; False if that takes over ten seconds. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout_s)
+        self._thread.join(_CLOSE_S)
         return not self._thread.is_alive()
 
     # --- in the thread -----------------------------------------------------------------------

@@ -33,6 +33,7 @@ __all__ = [
     "compressor",
     "count",
     "json_object",
+    "json_values",
     "number",
     "opened",
     "optional_count",
@@ -77,23 +78,26 @@ def compression(path: Path) -> str | None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Lines]:
-    """Open the file's lines. `InvalidValue` if unreadable, `MissingExtra` without zstandard."""
+def opened(path: Path, longest: int | None = None) -> Iterator[Lines]:
+    """Open the file's lines, of up to ``longest`` bytes (`LINE_BYTES`).
+
+    Raises `InvalidValue` if unreadable, `MissingExtra` without zstandard.
+    """
     packed = compression(path)
     with path.open("rb") as raw:
         if packed is None:
-            yield Lines(raw, None)
+            yield Lines(raw, None, longest)
         elif packed == "gzip":
             # GzipFile has a buffer; a second one would lose the lines before a truncation.
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield Lines(unpacked, raw)
+                yield Lines(unpacked, raw, longest)
         else:
             zstandard = require("zstandard", "traces")
             reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).stream_reader(
                 raw, read_across_frames=True, closefd=False
             )
             with io.BufferedReader(reader, _BUFFER_BYTES) as file:
-                yield Lines(file, raw)
+                yield Lines(file, raw, longest)
 
 
 def compressor(path: Path) -> Callable[[BinaryIO], IO[bytes]] | None:
@@ -120,11 +124,12 @@ class Lines:
     """Iterates ``(number, line)`` from 1, without blank lines; a line is bytes or a `BadLine`.
 
     Raises `InvalidValue` if a compressed file grows to more than 400 times its size, which no
-    trace does. A truncated file has a bad line at its end. Memory: one line of `LINE_BYTES`.
+    trace does. A truncated file has a bad line at its end. Memory: one line of ``longest`` bytes.
     """
 
-    def __init__(self, file: _Readable, packed: BinaryIO | None) -> None:
+    def __init__(self, file: _Readable, packed: BinaryIO | None, longest: int | None) -> None:
         self._file = file
+        self._longest = longest or LINE_BYTES
         self._packed = packed
         self._number = 0
         self._read = 0
@@ -144,32 +149,17 @@ class Lines:
             if isinstance(line, BadLine) or not line.isspace():
                 yield self._number, line
 
-    def pieces(self) -> Iterator[bytes | BadLine]:
-        """Yield all bytes, 256 KiB at a time; at the end a `BadLine` if the file is truncated."""
-        while True:
-            try:
-                piece = self._file.read(_BUFFER_BYTES)
-            except Exception as error:
-                if not _is_damage(error):
-                    raise
-                yield BadLine(f"the file cannot be read further: {reason(error)}")
-                return
-            if not piece:
-                return
-            self._count(len(piece))
-            yield piece
-
     def _next(self) -> bytes | BadLine | None:
-        line = self._file.readline(LINE_BYTES + 1)
+        line = self._file.readline(self._longest + 1)
         if not line:
             return None
         self._count(len(line))
-        if len(line) <= LINE_BYTES:
+        if len(line) <= self._longest:
             return line.removeprefix(b"\xef\xbb\xbf") if self._number == 0 else line
         while line and not line.endswith(b"\n"):
             line = self._file.readline(LINE_BYTES)
             self._count(len(line))
-        return BadLine(f"a line has more than {LINE_BYTES >> 20} MiB")
+        return BadLine(f"a line has more than {self._longest >> 20} MiB")
 
     def _count(self, size: int) -> None:
         self._read += size
@@ -220,6 +210,30 @@ def json_object(line: bytes) -> dict[str, Any]:
     return value
 
 
+def json_values(data: bytes) -> Iterator[dict[str, Any] | BadLine]:
+    """Yield the objects of a text, which follow each other or are listed, as far as it is valid."""
+    at, count = 0, 0
+    try:
+        text = data.decode()
+        while at < len(text):
+            if text[at] in " \t\r\n,":
+                at += 1
+                continue
+            count += 1
+            value, at = _decode(text, at)
+            for found in value if isinstance(value, list) else [value]:
+                if isinstance(found, dict):
+                    yield found
+                else:
+                    yield BadLine(f"object {count}: an object is needed, got {shown(found)}")
+    except UnicodeDecodeError as error:
+        yield BadLine(f"not UTF-8 at byte {error.start}")
+    except RecursionError:
+        yield BadLine(f"object {count}: nested too deeply")
+    except ValueError as error:
+        yield BadLine(f"object {count}: not JSON: {error}")
+
+
 def shown(value: object) -> str:
     """Return a value for a message, shortened."""
     try:
@@ -253,9 +267,9 @@ def count(found: dict[str, Any], key: str, low: int = 0, high: int = MAX_TOKENS)
     return value
 
 
-def optional_count(found: dict[str, Any], key: str, high: int = MAX_TOKENS) -> int | None:
+def optional_count(found: dict[str, Any], key: str) -> int | None:
     """Return the whole number at ``key``, or None if it is missing."""
-    return None if found.get(key) is None else count(found, key, 0, high)
+    return None if found.get(key) is None else count(found, key)
 
 
 def number(found: dict[str, Any], key: str) -> float:

@@ -8,7 +8,7 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvkeep.bench.traces.chain import Growing, words_of
@@ -117,14 +117,9 @@ class Chance:
 
 
 @lru_cache(maxsize=64)
-def zipf(count: int, exponent: float) -> tuple[float, ...]:
-    """Return cumulative sums of 1 / (rank ** exponent), for popularities of a Zipf law."""
-    sums: list[float] = []
-    total = 0.0
-    for rank in range(1, count + 1):
-        total += 1.0 / rank**exponent
-        sums.append(total)
-    return tuple(sums)
+def zipf(count: int) -> tuple[float, ...]:
+    """Return cumulative sums of 1 / rank, for popularities of Zipf's law."""
+    return tuple(accumulate(1.0 / rank for rank in range(1, count + 1)))
 
 
 FIRST_TOKEN_S = 0.3
@@ -351,7 +346,7 @@ class Chat:
 
     def _turns(self, name: str, chance: Chance, unit_tokens: int) -> Iterator[Turn]:
         prompt = PromptSegments(unit_tokens)
-        assistant = chance.pick(range(self.assistants), zipf(self.assistants, 1.0))
+        assistant = chance.pick(range(self.assistants), zipf(self.assistants))
         shared = "", "chat", assistant
         prompt.add(Chance(*shared).whole(self.instructions), *shared)
         if chance.happens(0.2):
@@ -422,7 +417,7 @@ class CodingAgents:
 
     def session(self, name: str, chance: Chance, unit_tokens: int) -> SessionScript:
         """Return the session of this name."""
-        agent = chance.pick(range(self.agents), zipf(self.agents, 1.0))
+        agent = chance.pick(range(self.agents), zipf(self.agents))
         return SessionScript(name, self.kind, self._turns(name, agent, chance, unit_tokens))
 
     def _begin(self, agent: int, role: str, unit_tokens: int) -> PromptSegments:

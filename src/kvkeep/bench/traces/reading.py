@@ -405,11 +405,6 @@ class FileTrace:
         return (self.header.name if self.header else "") or self.path.name
 
     @property
-    def length(self) -> int | None:
-        """None: the number of requests is unknown before the end of a pass."""
-        return None
-
-    @property
     def skipped(self) -> int:
         """Invalid lines in the latest pass."""
         return self._pass.skipped

@@ -106,10 +106,6 @@ class Trace(Protocol):
     def unit_tokens(self) -> int:
         """Prompt tokens per unit."""
 
-    @property
-    def length(self) -> int | None:
-        """Number of requests; None if it is not known without reading them."""
-
     def __iter__(self) -> Iterator[TraceRequest]: ...
 
 

@@ -15,21 +15,20 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-import re
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvkeep.bench.traces.chain import chain_tokens
 from kvkeep.bench.traces.fields import (
-    LINE_BYTES,
     MOST_TEXT,
     BadLine,
     Fresh,
     count,
     json_object,
+    json_values,
     number,
     opened,
     optional_seconds,
@@ -49,9 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_TOKENS",
     "Agent",
-    "Documents",
     "Recorded",
-    "SessionMaker",
     "SessionReader",
     "by_time",
     "expanded",
@@ -60,8 +57,8 @@ __all__ = [
     "fits",
 ]
 
-_MOST_REQUESTS = 1_000_000  # of a session
-_MOST_IDS = 1 << 27  # of a session, without those that a request shares with the one before it
+_MOST_BYTES = 128 << 20  # of a session
+_MOST_NESTED = 16  # requests within requests
 _LONGEST_S = 1e9
 
 
@@ -119,51 +116,46 @@ class Agent:
     agents: list[Agent]
 
 
-class SessionMaker:
-    """Makes requests and agents of the objects of a file, with limits for each session."""
+def _recorded(found: dict[str, Any], before: UnitArray) -> tuple[Recorded, UnitArray]:
+    """Return a request, and its ids; ``before`` are those of the request before it."""
+    t = number(found, "t")
+    if not 0 <= t <= _LONGEST_S:
+        raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
+    ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
+    shared = _shared(before, ids)
+    recorded = Recorded(
+        t,
+        count(found, "in"),
+        count(found, "out"),
+        shared,
+        ids[shared:].copy(),
+        optional_text(found, "stop") or "",
+        optional_seconds(found, "api_time") or None,
+    )
+    return recorded, ids
 
-    def __init__(self) -> None:
-        self.requests = self.ids = 0
-        self._before: dict[int, UnitArray] = {}  # ids of the request before, by depth
 
-    def made(
-        self, found: dict[str, Any], requests: list[Any] | None, depth: int
-    ) -> Recorded | Agent:
-        """Return what an object stands for. Raises `BadLine`."""
-        if not depth:
-            self.requests = self.ids = 0
-        if requests is None:
-            if not depth:
-                raise BadLine("a session has a list of requests")
-            return self._recorded(found, depth)
-        self._before.pop(depth + 1, None)
-        own = [one for one in requests if isinstance(one, Recorded)]
-        return Agent(found, own, [one for one in requests if isinstance(one, Agent)])
+def _agent(found: dict[str, Any], bad: Callable[[object], object], depth: int = 0) -> Agent:
+    """Return a session or a sub-agent; ``bad`` is called for each request that is left out."""
+    agent, before = Agent(found, [], []), NO_UNITS
+    for place, request in enumerate(found.pop("requests"), 1):
+        try:
+            if not isinstance(request, dict):
+                raise BadLine(f"an object is needed, got {shown(request)}")
+            if _is_agent(request):
+                if depth >= _MOST_NESTED:
+                    raise BadLine("nested too deeply")
+                agent.agents.append(_agent(request, bad, depth + 1))
+            else:
+                recorded, before = _recorded(request, before)
+                agent.requests.append(recorded)
+        except BadLine as error:
+            bad(f"request {place}: {error}")
+    return agent
 
-    def _recorded(self, found: dict[str, Any], depth: int) -> Recorded:
-        t = number(found, "t")
-        if not 0 <= t <= _LONGEST_S:
-            raise BadLine(f"t is {shown(found['t'])}; seconds in 0 … {_LONGEST_S:g} are needed")
-        ids = whole_numbers(found, "hash_ids") if found.get("hash_ids") is not None else NO_UNITS
-        shared = _shared(self._before.get(depth, NO_UNITS), ids)
-        recorded = Recorded(
-            t,
-            count(found, "in"),
-            count(found, "out"),
-            shared,
-            ids[shared:].copy(),
-            optional_text(found, "stop") or "",
-            optional_seconds(found, "api_time") or None,
-        )
-        if self.requests >= _MOST_REQUESTS or self.ids + len(ids) - shared > _MOST_IDS:
-            raise BadLine(
-                f"a session has at most {_MOST_REQUESTS:,} requests, with {_MOST_IDS:,} ids that "
-                "they do not share with the request before"
-            )
-        self.requests += 1
-        self.ids += len(ids) - shared
-        self._before[depth] = ids
-        return recorded
+
+def _is_agent(found: dict[str, Any]) -> bool:
+    return isinstance(found.get("requests"), list)
 
 
 def fits(one: Recorded, block_tokens: int) -> bool:
@@ -172,170 +164,45 @@ def fits(one: Recorded, block_tokens: int) -> bool:
     return one.count in {0, full, blocks}
 
 
-_MOST_NESTED = 16  # requests within requests
-# A string, or a bracket; a quotation mark alone begins a string that is not complete.
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
-_NEXT = re.compile(rb"[ \t\r\n]*(.?)", re.DOTALL)
-_SPACE = b" \t\r\n"
-_KEY = b'"requests"'
+def _documents(path: Path) -> Iterator[dict[str, Any] | BadLine]:
+    """Yield the objects of a file: one a line; else of all its text, one after the other or listed.
 
-
-@dataclass(slots=True)
-class _Open:
-    """An object whose end is not read yet: its own text, and the results for its requests."""
-
-    text: bytearray
-    size: int = 0
-    inner: int = 0  # brackets open in its text
-    keyed: bool = False  # the last string is the key of its requests
-    requests: list[Any] | None = None
-
-    def add(self, text: bytes) -> None:
-        self.size += len(text)
-        if self.size <= LINE_BYTES:
-            self.text += text
-        else:
-            self.text.clear()
-
-
-class Documents:
-    """Splits bytes into documents. Not thread-safe.
-
-    ``made`` is called for each object, inner ones first, with its fields, the results for its
-    requests (None if it has no list of requests), and the number of objects around it. An element
-    for which it raises `BadLine`, or that is no object, is left out, and the reason is yielded.
-    Memory: the results of a document, and the text of one object without its requests, at most
-    `LINE_BYTES`.
+    Memory: about ten times the longest line, or the text.
     """
-
-    def __init__(self, made: Callable[[dict[str, Any], list[Any] | None, int], object]) -> None:
-        self._made = made
-        self._stack: list[_Open] = []  # objects; of all but the last, the requests are being read
-        self._in_list = True  # between elements, not in an object
-        self._done: list[object] = []
-        self._rest = b""
-        self._read = 0
-
-    def read(self, pieces: Iterable[bytes | BadLine]) -> Iterator[object]:
-        """Yield the result of each document, and before it a `BadLine` for each bad element."""
-        for piece in pieces:
-            if isinstance(piece, BadLine):
-                yield piece
-                return
+    with opened(path, _MOST_BYTES) as lines:
+        for place, line in lines:
             try:
-                self._process(self._rest + piece)
+                if isinstance(line, BadLine):
+                    raise line
+                found = json_object(line)
             except BadLine as error:
-                yield from self._done
-                yield error
-                return
-            yield from self._done
-            self._done.clear()
-        if self._stack or self._rest.strip(_SPACE):
-            yield BadLine("the file ends within an object")
-
-    def head(self) -> dict[str, Any] | None:
-        """Return the fields before the requests of the document that is being read.
-
-        None if its requests have not begun. Raises `BadLine`.
-        """
-        if not self._stack or self._stack[0].requests is None:
-            return None
-        return json_object(bytes(self._stack[0].text) + b"}")
-
-    def _process(self, data: bytes) -> None:
-        at = 0
-        while (match := _TOKEN.search(data, at)) is not None:
-            token, between = match[0], data[at : match.start()]
-            follows = _NEXT.match(data, match.end()) if token == _KEY else None
-            if token == b'"' or (follows is not None and not follows[1]):
-                # The string, or what follows it, is not complete. A string longer than a line is
-                # refused here, an object of that length when it ends.
-                if len(data) - at > LINE_BYTES:
-                    raise BadLine(f"a string has more than {LINE_BYTES >> 20} MiB")
-                self._rest = data[at:]
-                return
-            at = match.end()
-            if self._in_list:
-                self._element(token, between)
+                if place == 1:
+                    yield from _in_text(line, (more for _, more in lines))
+                    return
+                yield BadLine(f"line {place}: {error}")
             else:
-                self._member(token, between, follows is not None and follows[1] == b":")
-        rest = data[at:]
-        if not self._in_list:
-            self._stack[-1].add(rest)
-        else:
-            self._check_between(rest)
-        self._rest = b""
+                yield found
 
-    # --- between the elements of a list, or between documents ----------------------------------
 
-    def _element(self, token: bytes, between: bytes) -> None:
-        self._check_between(between)
-        if token == b"{" or (token == b"[" and self._stack):
-            self._stack.append(_Open(bytearray(token), 1))
-            self._in_list = False
-        elif token == b"]":
-            if self._stack:
-                self._in_list = False  # the object goes on after its requests
-        elif token == b"}":
-            raise BadLine("} without {")
-        elif token != b"[":  # documents may form a list
-            self._bad("an object is needed, got a string")
-
-    def _check_between(self, text: bytes) -> None:
-        if text := text.strip(_SPACE + b",\xef\xbb\xbf"):
-            self._bad(f"an object is needed, got {text[:40]!r}")
-
-    def _bad(self, reason: str) -> None:
-        self._done.append(BadLine(f"object {self._read}: {reason}"))
-
-    # --- within an object ----------------------------------------------------------------------
-
-    def _member(self, token: bytes, between: bytes, is_key: bool) -> None:
-        one = self._stack[-1]
-        begins = one.keyed and not between.strip(_SPACE + b":")
-        one.keyed = False
-        one.add(between)
-        if token[:1] == b'"':
-            one.keyed = is_key and not one.inner
-        elif token == b"[" and begins and len(self._stack) <= _MOST_NESTED:
-            one.add(b"[]")
-            one.requests = [] if one.requests is None else one.requests
-            self._in_list = True
+def _in_text(
+    first: bytes | BadLine, rest: Iterable[bytes | BadLine]
+) -> Iterator[dict[str, Any] | BadLine]:
+    """Yield the objects of a text, and at its end why the rest of it is left out."""
+    text, size = [], 0
+    for line in (first, *rest):
+        if isinstance(line, BadLine):
+            yield line
+            break
+        size += len(line)
+        if size > _MOST_BYTES:
+            yield BadLine(f"more than {_MOST_BYTES >> 20} MiB, and no session a line")
             return
-        elif token in b"[{":
-            one.inner += 1
-        elif one.inner:
-            one.inner -= 1
-        else:
-            one.add(token)
-            self._end(one)
-            return
-        one.add(token)
-
-    def _end(self, one: _Open) -> None:
-        self._stack.pop()
-        self._in_list = True
-        self._read += 1
-        try:
-            if one.size > LINE_BYTES:
-                raise BadLine(f"a request has more than {LINE_BYTES >> 20} MiB")
-            found = json_object(bytes(one.text))
-            if one.requests is None and type(found.get("requests")) is list:
-                raise BadLine("nested too deeply")
-            made = self._made(found, one.requests, len(self._stack))
-        except BadLine as error:
-            self._bad(str(error))
-        except RecursionError:
-            self._bad("nested too deeply")
-        else:
-            around = self._stack[-1].requests if self._stack else self._done
-            assert around is not None, "an element of no list"
-            around.append(made)
+        text.append(line)
+    yield from json_values(b"".join(text))
 
 
 BLOCK_TOKENS = 64
 """Tokens of an id, in files without ``block_size``."""
-_FIRST_PIECES = 4  # of 256 KiB, in which the format is detected
 _SUFFIXES = (".json", ".jsonl")
 _PACKED = (".gz", ".zst")
 _EARLY_S = 1e-6
@@ -364,23 +231,16 @@ def files_of(path: Path) -> list[Path]:
 
 
 def first_block_size(path: Path) -> int | None:
-    """Return the tokens of an id in a file's first session; None if it begins with none.
-
-    Reads no further than to the beginning of the session's requests.
-    """
-    documents = Documents(lambda found, requests, _: None if requests is None else found)
-    with opened(path) as lines:
-        for piece in islice(lines.pieces(), _FIRST_PIECES):
-            try:
-                found = [one for one in documents.read([piece]) if not isinstance(one, BadLine)]
-                head = found[0] if found else documents.head()
-                if isinstance(head, dict):
-                    return _block_size(head)
-            except BadLine:
-                return BLOCK_TOKENS
-            if found:
-                return None
-    return None
+    """Return the tokens of an id in a file's first session; None if it begins with none."""
+    with opened(path, _MOST_BYTES) as lines:
+        first = next((line for _, line in lines), b"")
+    if isinstance(first, BadLine) or not first.lstrip().startswith((b"{", b"[")):
+        return None
+    found = next(iter(_documents(path)), None)
+    try:
+        return _block_size(found) if isinstance(found, dict) and _is_agent(found) else None
+    except BadLine:
+        return BLOCK_TOKENS
 
 
 def _block_size(found: dict[str, Any]) -> int:
@@ -439,13 +299,17 @@ class SessionReader:
 
     @staticmethod
     def _agents(file: Path, bad: Callable[[object], object]) -> Iterator[Agent]:
-        with opened(file) as lines:
-            for found in Documents(SessionMaker().made).read(lines.pieces()):
-                if isinstance(found, BadLine):
-                    bad(found)
-                else:
-                    assert isinstance(found, Agent), "a document that is no session"
-                    yield found
+        for place, found in enumerate(_documents(file), 1):
+
+            def left_out(reason: object, place: int = place) -> None:
+                bad(f"object {place}: {reason}")
+
+            if isinstance(found, BadLine):
+                bad(found)
+            elif _is_agent(found):
+                yield _agent(found, left_out)
+            else:
+                left_out("a session has a list of requests")
 
     def _streams(
         self, agent: Agent, file: Path, bad: Callable[[object], object]

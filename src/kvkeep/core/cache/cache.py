@@ -663,7 +663,7 @@ class PagedCache:
         number of pins. Cost: that of `match`, and O(runs on the path).
         """
         query = self._query(tokens, namespace, extra)
-        ttl = None if ttl is None else number("ttl", ttl, "some seconds", above=0)
+        ttl = None if ttl is None else number("ttl", ttl, "a number of seconds above 0", above=0)
         hard = switch("hard", hard)
         with self.lock:
             self.pins.expire()

@@ -230,14 +230,14 @@ def shown_nodes(
         rows, ids[rows], np.append(ids, 0)[above], above, survey.sizes[rows],
         survey.below_pages[rows], survey.below_runs[rows], survey.holders[rows],
         survey.pins[rows], survey.below_hits[rows],
-        survey.group_pages[rows], survey.below_groups[rows],
+        survey.group_pages[rows],
     )  # fmt: skip
     points = survey.points
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     for (row, own, parent, place, *counts), (head, key) in zip(numbers, heads, strict=True):
         if bare and own < 0:
             continue
-        pages, below_pages, below_runs, holders, pins, hits, beside, below_beside = counts
+        pages, below_pages, below_runs, holders, pins, hits, beside = counts
         nodes.append(
             MapNode(
                 id=own,
@@ -252,7 +252,6 @@ def shown_nodes(
                 key=key,
                 namespace=survey.namespace(row),
                 group_pages=beside,
-                below_group_pages=below_beside,
                 checkpoints=() if points is None else tuple(page * size for page in points[row]),
             )
         )
@@ -289,7 +288,6 @@ def hidden_nodes(survey: Survey, rows: Numbers, *, bare: bool) -> list[MapNode]:
             hits=columns[2][i],
             count=counts[i],
             group_pages=beside[i],
-            below_group_pages=beside[i],
         )
         for i, place in enumerate(above.tolist())
     ]

@@ -93,7 +93,7 @@ class Session:
         of the pool, those suspended longest ago are no longer awaited. Returns the session's own
         pages that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
         """
-        seconds = number("eta", eta, "some seconds", above=0)
+        seconds = number("eta", eta, "a number of seconds above 0", above=0)
         with self._lock:
             return self._sessions.suspend((self.namespace, self.id), seconds)
 

@@ -25,8 +25,8 @@ class MapNode:
 
     ``pages`` are the node's own; for a hidden node, those of all runs it stands for, so that
     ``pages`` of all nodes of a map sum up to ``CacheMap.pages``. ``below_pages`` and ``below_runs``
-    include everything behind the node. ``group_pages`` and ``below_group_pages`` are those of rows
-    and states beside them, in a cache with groups of layers. ``holders`` are sequences and hard
+    include everything behind the node. ``group_pages`` are those of rows and states
+    beside them, in a cache with groups of layers. ``holders`` are sequences and hard
     pins on the run, and runs behind it that have any; ``pins`` the soft pins that end with it.
     ``hits`` are the requests that reused the run.
     """
@@ -48,7 +48,6 @@ class MapNode:
     namespace: Namespace | None = None
     """The namespace that the node stands for; None for other nodes."""
     group_pages: int = 0
-    below_group_pages: int = 0
     checkpoints: tuple[int, ...] = ()
     """Positions in the run at which requests can resume, in tokens from the prompt's start; empty
     in a plain cache. Without states they may resume elsewhere, too, while the rows are there."""

@@ -414,12 +414,6 @@ class Shares(EvictionPolicy):
         assert oldest is not None
         return lane.policy.least() or 0.0, oldest
 
-    def least(self) -> float | None:
-        lanes = self._givers()
-        if not lanes:
-            return None
-        return min(lanes, key=self._keep).policy.least()
-
     def portion(self, entry: Entry, most: int) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""
         most = self._lane_of(entry).policy.portion(entry, most)

@@ -271,6 +271,4 @@ STATEFUL: Final[dict[str, Callable[[ConfigFields], _State]]] = {
     "lfm3": _short_conv,
     "minimax": _lightning,
 }
-
-
 """How to read the state of each family, by model type without "_text"."""

@@ -185,6 +185,8 @@ class SequenceGroups:
 
         Allocates the rows that are attended to from there on. The engine fills these, the base
         pages up to ``position``, and the running state; then it may leave a `checkpoint` there.
+        Forgets the position of `mark`.
+
         Raises `OutOfPages`; `InvalidValue` for a position that is computed already, or behind the
         sequence's tokens; and `IllegalStep` while a fork waits for a copy of the running state.
         """
@@ -199,6 +201,7 @@ class SequenceGroups:
             self._copies.finish()
             self._rows.replace(position, self._board.pool.take)
             self._copies.drop()
+            self._mark.drop()  # what its windows need is gone
             self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:

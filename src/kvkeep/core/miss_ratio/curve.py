@@ -381,14 +381,10 @@ def _greater_before(values: Ints, weights: Ints) -> Ints:
 
 
 _EXACT = 512
-
-
 """Distances below this have a bin each."""
 
 
 _STEPS = 128
-
-
 """Bins per octave above that: each less than 0.8 % wide."""
 
 

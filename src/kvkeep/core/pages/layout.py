@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, told, whole
+from kvkeep.core.errors import InvalidValue, switch, told, whole
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,8 +35,7 @@ class WindowSpec:
     def __post_init__(self) -> None:
         whole("the span of a window, in tokens,", self.span, 1)
         whole("the pages of a row", self.pages, 1)
-        if not isinstance(self.chunked, bool):
-            raise InvalidValue(f"chunked is {told(self.chunked)}; True or False is needed")
+        switch("chunked", self.chunked)
 
     def first_token(self, position: int) -> int:
         """Return the first token that is attended to when computing goes on at ``position``."""

@@ -40,7 +40,8 @@ class EvictionPolicy(TreeObserver, ABC):
     own. An entry's ``last_used``, ``hits`` and ``priority`` change only while it is no candidate,
     its ``size`` at any time.
 
-    Thread safety: none; called under the cache's lock. Each call should cost O(log n) at most.
+    Thread safety: none; called under the cache's lock, in the middle of an operation that cannot be
+    undone: no call raises. Each call should cost O(log n) at most.
     """
 
     name: str

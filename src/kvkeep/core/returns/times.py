@@ -11,8 +11,6 @@ import numpy.typing as npt
 __all__ = ["AGES", "BUCKETS", "ENDS", "ReturnTimes", "bucket_of"]
 
 Table = npt.NDArray[np.float64]
-Ages = npt.NDArray[np.float64]
-Kinds = npt.NDArray[np.intp]
 
 AGES: Final[tuple[float, ...]] = (0.0, 2.0, 4.0, *(2 ** (step / 2) for step in range(6, 27)))
 """Seconds at which the buckets of ages begin: powers of two, from 8 s on half ones."""

@@ -20,6 +20,8 @@
                    same process finds it
     outer.py       options that vLLM reads from an outer connector, such as MultiConnector
     stats.py       counts for vLLM's log and its Prometheus page
+    public.py      prefixes that all cache salts share
+    tier.py        KVKeepTier, a tier below vLLM's own offloading: offload/ has its parts
 
 The connector is imported when it is asked for; options.py and transfer.py need no vLLM. The worker
 opens the store.

@@ -54,7 +54,7 @@ class OpenStore:
     def __init__(self, store: BlockStore, *, rank: int = 0) -> None:
         self.store = store
         self._lock = threading.Lock()
-        self._ends: list[tuple[float, int, bytes]] = []  # a heap: when a block is to be deleted
+        self._ends: list[tuple[float, bytes]] = []  # a heap: when a block is to be deleted
         self._due: dict[bytes, float] = {}
         self._counting = threading.Lock()
         self._figures = TierFigures(rank)
@@ -89,13 +89,17 @@ class OpenStore:
         """As `BlockStore.pin`; does nothing if the store is closed."""
         _unless_closed(lambda: self.store.pin(keys, seconds), 0)
 
-    def expire(self, keys: Sequence[bytes], ttl: float) -> None:
-        """Delete blocks ``ttl`` seconds from now; replaces an earlier ``ttl``."""
-        end = time.monotonic() + ttl
+    def expire(self, keys: Sequence[bytes], ttl: float | None) -> None:
+        """Delete new blocks ``ttl`` seconds from now; None: never. Replaces an earlier ``ttl``."""
         with self._lock:
+            if ttl is None:
+                for key in self._due.keys() & keys:
+                    del self._due[key]
+                return
+            end = time.monotonic() + ttl
             for key in keys:
                 self._due[key] = end
-                heapq.heappush(self._ends, (end, len(self._ends), key))
+                heapq.heappush(self._ends, (end, key))
 
     @property
     def has_expired(self) -> bool:
@@ -103,18 +107,18 @@ class OpenStore:
         ends = self._ends
         return bool(ends) and ends[0][0] <= time.monotonic()
 
-    def delete_expired(self) -> int:
-        """Start to delete the blocks that are due; return how many. Costs nothing if none are.
+    def delete_expired(self) -> None:
+        """Start to delete the blocks that are due. Costs nothing if none are.
 
         Waits for a moment only: a tier that hangs delays no request.
         """
         if not self.has_expired:
-            return 0
+            return
         now = time.monotonic()
         keys = []
         with self._lock:
             while self._ends and self._ends[0][0] <= now:
-                end, _, key = heapq.heappop(self._ends)
+                end, key = heapq.heappop(self._ends)
                 if self._due.get(key) == end:
                     del self._due[key]
                     keys.append(key)
@@ -124,7 +128,6 @@ class OpenStore:
             )
             deleting.start()
             deleting.join(_DELETE_WAIT_S)
-        return len(keys)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         with suppress(IllegalStep):  # the store was closed meanwhile

@@ -17,7 +17,7 @@ from kvkeep.integrations.vllm.kept import log_fault
 from kvkeep.integrations.vllm.messages import BlockSpan, Probe, RankLookup, Save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -322,11 +322,8 @@ class StepTimes:
     Thread safety: none; it belongs to the scheduler's thread.
     """
 
-    def __init__(
-        self, prefill: LearnedPrefill, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, prefill: LearnedPrefill) -> None:
         self._prefill = prefill
-        self._clock = clock
         self._under_way: OrderedDict[int, tuple[float, tuple[tuple[int, int], ...]]] = OrderedDict()
         self._last_end = 0.0
 
@@ -335,13 +332,13 @@ class StepTimes:
 
         A piece is (start, stop) of one request.
         """
-        self._under_way[step] = self._clock(), tuple(pieces)
+        self._under_way[step] = time.perf_counter(), tuple(pieces)
         if len(self._under_way) > _MOST:
             self._under_way.popitem(last=False)
 
     def ended(self, step: int) -> None:
         """Note that the results of ``step`` are there; steps before it have ended, too."""
-        now = self._clock()
+        now = time.perf_counter()
         while self._under_way:
             number, (planned, pieces) = next(iter(self._under_way.items()))
             if number > step:

@@ -91,8 +91,7 @@ class TierFigures:
         for tier in tiers:
             for name in TIER_COUNTERS:
                 label, amount = f"{name} {tier.name}", tier.counters[name]
-                before = self._before.get(label, 0)  # a tier that is attached anew counts anew
-                counts.add(**{label: amount - before if amount >= before else amount})
+                counts.add(**{label: amount - self._before.get(label, 0)})
                 self._before[label] = amount
 
     @property

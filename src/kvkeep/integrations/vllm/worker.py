@@ -330,8 +330,7 @@ class WorkerSide:
             there = shared.write(span.keys, sizes, fill, save.generation)
         except KVKeepError as error:
             _LOG.warning("nothing was saved: %s", error)
-        if save.ttl is not None:
-            shared.expire(span.keys[:there], save.ttl)
+        shared.expire(span.keys[:there], save.ttl)
         tokens = self._groups.block_tokens if span.group == self._groups.counted else 0
         self.counts.add(
             saved_tokens=there * tokens, dropped_tokens=(len(span.keys) - there) * tokens

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import sys
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -15,7 +14,6 @@ from kvkeep.observe.telemetry.labels import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TextIO
 
 __all__ = ["JSONLines", "Plain", "configure", "redact"]
 
@@ -107,10 +105,8 @@ class Plain(logging.Formatter):
         return line
 
 
-def configure(
-    level: str = "info", form: Literal["text", "json"] = "text", stream: TextIO | None = None
-) -> None:
-    """Let all loggers of this process write to ``stream`` (default: stderr).
+def configure(level: str = "info", form: Literal["text", "json"] = "text") -> None:
+    """Let all loggers of this process write to stderr.
 
     For the main function of a command. Logging that is configured already stays, as with
     `logging.basicConfig`. Raises `InvalidValue` for an unknown form or level.
@@ -121,7 +117,7 @@ def configure(
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise InvalidValue(f"{level!r} is no level of logs; debug, info, warning or error is")
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler = logging.StreamHandler()
     handler.setFormatter(forms[form]())
     logging.basicConfig(level=number, handlers=[handler])
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, MissingExtra, require
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvkeep.observe.telemetry.tracing import Tracing
 
 __all__ = ["start", "wanted"]
@@ -24,16 +22,15 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _FLUSH_S = 5.0
 
 
-def wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment (default: the process's) names a collector for spans.
+def wanted() -> bool:
+    """Whether the environment names a collector for spans.
 
     That is, ``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` is set, and
     ``OTEL_TRACES_EXPORTER`` is unset or "otlp".
     """
-    env = os.environ if environ is None else environ
-    if env.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() not in {"", "otlp"}:
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() not in {"", "otlp"}:
         return False
-    return any(env.get(name, "").strip() for name in _ENDPOINTS)
+    return any(os.environ.get(name, "").strip() for name in _ENDPOINTS)
 
 
 def start() -> Tracing | None:

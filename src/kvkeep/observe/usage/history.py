@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["EVERY_S", "FirstTokenTimes", "Growth", "Lately", "ReuseCounts", "ReuseHistory"]
 
@@ -34,38 +34,34 @@ class Lately:
     """Samples of counters, each named by what it counts and where; all begin at 0.
 
     Give it the counters by `note` every five seconds; samples that come sooner are left out. So the
-    last minute is up to five seconds longer. ``clock`` gives seconds.
+    last minute is up to five seconds longer.
 
     Thread safety: all methods. Memory: 122 samples, about 100 bytes a counter each.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._samples: deque[tuple[float, Counts]] = deque([(clock(), {})], maxlen=_MOST)
+        self._samples: deque[tuple[float, Counts]] = deque([(time.monotonic(), {})], maxlen=_MOST)
 
     @property
     def due(self) -> bool:
         """Whether the latest sample is five seconds old."""
         with self._lock:
-            return self._clock() - self._samples[-1][0] >= EVERY_S
+            return time.monotonic() - self._samples[-1][0] >= EVERY_S
 
     def note(self, counts: Mapping[tuple[str, str], int]) -> None:
         """Keep a sample, if it is due."""
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             if now - self._samples[-1][0] >= EVERY_S:
                 self._samples.append((now, dict(counts)))
 
     def growth(self, counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], Growth]:
-        """Return the growth of these counters, which are those of this moment.
-
-        A counter below its sample began anew, and counts in full.
-        """
-        now = self._clock()
+        """Return the growth of these counters, which are those of this moment."""
+        now = time.monotonic()
         minute, longest = self._before(now - _MINUTE_S), self._before(now - _LONGEST_S)
         return {
-            name: Growth(_more(minute, name, count), _more(longest, name, count), count)
+            name: Growth(count - minute.get(name, 0), count - longest.get(name, 0), count)
             for name, count in counts.items()
         }
 
@@ -76,11 +72,6 @@ class Lately:
                 if time_of <= at:
                     return counts
             return self._samples[0][1]
-
-
-def _more(before: Counts, name: tuple[str, str], count: int) -> int:
-    old = before.get(name, 0)
-    return count - old if old <= count else count
 
 
 _BUCKET_S = 5

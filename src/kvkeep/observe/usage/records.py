@@ -71,18 +71,16 @@ class LoadReport:
     """The result of loading one request's prompt from the store.
 
     Attributes:
-        requested: tokens behind those that the pool had, without the prompt's last one, which is
-            computed in any case. 0 if they are less than a page, since no page is then loaded; of a
-            request that ended while it was loaded, only the tokens that had come.
         sources: ``(start, stop, tier)`` of tokens that came, in order; ``tier`` had them at the
             lookup, or was read since. KV that is not exact has its codec behind it: "s3, int8".
-        missing: the other requested tokens, in order. ``sources`` and ``missing`` together cover
-            tokens ``pool`` … ``pool + requested - 1`` once; either may lie before the other.
+        missing: the other tokens, in order. ``sources`` and ``missing`` together cover the tokens
+            behind those of the pool once, without the prompt's last one, which is computed in any
+            case; either may lie before the other. Both are empty if that is less than a page; of a
+            request that ended while it was loaded, they cover only the tokens that had come.
         seconds: from the lookup to the last block, or to the result that there is none.
         late: whether tokens were left out because loading took too long.
     """
 
-    requested: int = 0
     sources: tuple[tuple[int, int, str], ...] = ()
     missing: tuple[Miss, ...] = ()
     seconds: float = 0.0

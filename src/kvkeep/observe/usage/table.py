@@ -1,17 +1,15 @@
-"""`UsageTable`: what requests use, by namespace and over time."""
+"""`UsageTable`: reuse by tier and over time. `PageOwners`: the cached pages of each tenant."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from heapq import nlargest
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, Stored
 from kvkeep.observe.usage.history import WARM, FirstTokenTimes, ReuseCounts, ReuseHistory
 from kvkeep.observe.usage.records import (
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POOL",
-    "NamespaceShare",
-    "NamespaceUsage",
     "PageOwners",
     "ReuseSnapshot",
     "ReuseTotals",
@@ -133,50 +129,18 @@ class ReuseTotals:
         self.saved_seconds[tier] = self.saved_seconds.get(tier, 0.0) + seconds
 
 
-_RESCALE_AFTER = 200  # half-lives; a float overflows at 1,024
-
-
-@dataclass(slots=True)
-class NamespaceUsage(ReuseCounts):
-    """Usage of one namespace, which is a tenant (``cache_salt``), since it was first remembered."""
-
-    tenant: str = ""
-    recent_prompt: float = field(default=0.0, repr=False)
-    """Prompt tokens, each halved with every half-life, times the table's weight."""
-    recent_reused: float = field(default=0.0, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceShare:
-    """A namespace's share of all recent prompt tokens, and the reused share of these (0 … 1).
-
-    ``name`` is None for all namespaces that are not listed.
-    """
-
-    name: str | None
-    prompt: float
-    reused: float
-
-
 @dataclass(frozen=True, slots=True)
 class ReuseSnapshot:
-    """A `ReuseTotals` at one moment, with the shares of the largest namespaces."""
+    """A `ReuseTotals` at one moment."""
 
     hit_tokens: Mapping[str, int]
     saved_seconds_by_tier: Mapping[str, float]
     computed_tokens: int
-    computed_seconds: float
-    shares: tuple[NamespaceShare, ...]
 
     @property
     def saved_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return sum(self.hit_tokens.values())
-
-    @property
-    def saved_seconds(self) -> float:
-        """Estimated seconds of computing them."""
-        return sum(self.saved_seconds_by_tier.values())
 
 
 class UsageMoment(NamedTuple):
@@ -186,62 +150,46 @@ class UsageMoment(NamedTuple):
     cold: FirstTokenTimes
     warm: FirstTokenTimes
     reuse: ReuseSnapshot
-    namespaces: list[NamespaceUsage]
 
 
 class UsageTable:
-    """A `RequestObserver` (`see`) that adds up usage for metrics and the dashboard.
+    """A `RequestObserver` (`see`) that adds up reuse for metrics and the dashboard.
 
-    ``num_pages`` are those of the cache. At most ``names`` namespaces are remembered: beyond that
-    the half with fewer recent prompt tokens is forgotten, and counts as unlisted. Recent tokens are
-    weighted: after ``half_life_s`` seconds a token counts half. ``clock`` gives seconds since 1970,
-    ``monotonic`` seconds.
+    ``num_pages`` are those of the cache. ``clock`` gives seconds since 1970.
 
-    Thread safety: all methods. Memory: bounded, below 4 MB, names aside. Cost: about 5 µs a
-    request; snapshots take one pass over the names.
+    Thread safety: all methods. Memory: bounded, below 1 MB beside 4 bytes a page. Cost: about 3 µs
+    a request.
     """
 
-    def __init__(
-        self,
-        num_pages: int = 1,
-        *,
-        half_life_s: float = 600.0,
-        names: int = 10_000,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if not 0 < half_life_s < float("inf"):
-            raise InvalidValue(f"half_life_s is a time above zero that ends, got {half_life_s}")
-        self._half_life_s = half_life_s
-        self._most = whole("names", names, 2)
+    def __init__(self, num_pages: int = 1, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._monotonic = monotonic
-        self._weighed_from = monotonic()
         self._lock = threading.RLock()  # `moment` takes several snapshots at once
-        self._names: dict[str, NamespaceUsage] = {}
-        self._all = NamespaceUsage()
-        self._forgot = False
         self._history = ReuseHistory(clock())
         self._totals = ReuseTotals()
         self.pages = PageOwners(num_pages)
         """Cached pages by namespace: subscribe ``pages.see`` to the cache."""
-        # Running requests, by id: the namespace row and all other rows they are counted in.
-        self._running: dict[str, tuple[NamespaceUsage, tuple[ReuseCounts, ...]]] = {}
+        # Running requests by id: the counts of the time at which they were admitted.
+        self._running: dict[str, ReuseCounts] = {}
 
     # --- events ------------------------------------------------------------------------------
 
     def see(self, event: RequestEvent) -> None:
         """Count an event of a request."""
-        match event:
-            case RequestAdmitted():
-                self._admitted(event)
-            case RequestLoaded():
-                self._loaded(event)
-            case PromptComputed():
-                with self._lock:
+        with self._lock:
+            match event:
+                case RequestAdmitted():
+                    counts = self._history.bucket(self._clock())
+                    counts.add(len(event.request.prompt), event.cached_tokens)
+                    self._running[event.request.id] = counts
+                    self._totals.reused(POOL, event.cached_tokens)
+                case RequestLoaded():
+                    for start, stop, tier in event.report.sources:
+                        self._totals.reused(tier.partition(", ")[0], stop - start)
+                    if event.request.id in self._running:
+                        self._running[event.request.id].reused_tokens += event.report.tokens
+                case PromptComputed():
                     self._totals.computed(event.tokens, event.seconds)
-            case RequestEnded():
-                with self._lock:
+                case RequestEnded():
                     self._running.pop(event.request.id, None)
 
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
@@ -249,57 +197,6 @@ class UsageTable:
         with self._lock:
             warm = reused_tokens >= WARM * prompt_tokens
             self._history.first_token(self._clock(), seconds, warm=warm)
-
-    def _admitted(self, event: RequestAdmitted) -> None:
-        request, reused = event.request, event.cached_tokens
-        tenant, tokens, now = request.namespace.tenant, len(request.prompt), self._clock()
-        with self._lock:
-            self._totals.reused(POOL, reused)
-            row = self._names.get(tenant)
-            if row is None:
-                row = self._names[tenant] = NamespaceUsage(tenant=tenant)
-            counts: tuple[ReuseCounts, ...] = (row, self._history.bucket(now))
-            for one in counts:
-                one.add(tokens, reused)
-            # New tokens weigh more, instead of all earlier ones less: no other row is touched.
-            weight = self._weight()
-            for one in (row, self._all):
-                one.recent_prompt += weight * tokens
-                one.recent_reused += weight * reused
-            self._running[request.id] = row, counts
-            if len(self._names) > self._most:
-                self._forget()
-
-    def _loaded(self, event: RequestLoaded) -> None:
-        with self._lock:
-            for start, stop, tier in event.report.sources:
-                self._totals.reused(tier.partition(", ")[0], stop - start)
-            row, counts = self._running.get(event.request.id, (None, ()))
-            if row is not None:
-                tokens = event.report.tokens
-                for one in counts:
-                    one.reused_tokens += tokens
-                weight = self._weight()
-                row.recent_reused += weight * tokens
-                self._all.recent_reused += weight * tokens
-
-    def _weight(self) -> float:
-        """Return the weight of a token now; scale all down before the weight overflows."""
-        now = self._monotonic()
-        lives = (now - self._weighed_from) / self._half_life_s
-        if lives > _RESCALE_AFTER:
-            scale = 0.0 if lives > 1000 else 2.0**-lives
-            for row in (*self._names.values(), self._all):
-                row.recent_prompt *= scale
-                row.recent_reused *= scale
-            self._weighed_from, lives = now, 0.0
-        return float(2.0**lives)
-
-    def _forget(self) -> None:
-        rows = self._names.values()
-        kept = nlargest(self._most // 2, rows, key=lambda row: row.recent_prompt)
-        self._names = {row.tenant: row for row in kept}
-        self._forgot = True
 
     # --- snapshots ---------------------------------------------------------------------------
 
@@ -313,51 +210,17 @@ class UsageTable:
         with self._lock:
             return self._history.times(self._clock())
 
-    def namespaces(self, most: int) -> list[NamespaceUsage]:
-        """Return copies of the ``most`` rows with the most prompt tokens, largest first."""
+    def moment(self) -> UsageMoment:
+        """Return all snapshots at one moment."""
         with self._lock:
-            largest = nlargest(most, self._names.values(), key=lambda row: row.prompt_tokens)
-            return [replace(row) for row in largest]
+            return UsageMoment(self.history(), *self.times(), self.reuse())
 
-    def moment(self, most: int) -> UsageMoment:
-        """Return all snapshots at one moment; of namespaces, ``most``."""
-        with self._lock:
-            return UsageMoment(
-                self.history(),
-                *self.times(),
-                self.reuse(most),
-                self.namespaces(most),
-            )
-
-    def reuse(self, most: int = 20) -> ReuseSnapshot:
-        """Return the totals, with the shares of the ``most`` largest namespaces."""
+    def reuse(self) -> ReuseSnapshot:
+        """Return the totals."""
         with self._lock:
             did = self._totals
             return ReuseSnapshot(
                 dict(did.hit_tokens),
                 dict(did.saved_seconds),
                 did.computed_tokens,
-                did.computed_seconds,
-                tuple(self._shares(most)),
             )
-
-    def _shares(self, most: int) -> list[NamespaceShare]:
-        """Return the largest, largest first, then the rest as one; their prompt shares sum to 1."""
-        whole_prompt, whole_reused = self._all.recent_prompt, self._all.recent_reused
-        if not whole_prompt:
-            return []
-        largest = nlargest(most, self._names.values(), key=lambda row: row.recent_prompt)
-        shares = [
-            _share(row.tenant, row.recent_prompt, row.recent_reused, whole_prompt)
-            for row in largest
-        ]
-        prompt = whole_prompt - sum(row.recent_prompt for row in largest)
-        reused = whole_reused - sum(row.recent_reused for row in largest)
-        if len(self._names) > most or (self._forgot and prompt > 0):
-            shares.append(_share(None, max(prompt, 0.0), max(reused, 0.0), whole_prompt))
-        return shares
-
-
-def _share(name: str | None, prompt: float, reused: float, whole_prompt: float) -> NamespaceShare:
-    own = min(reused / prompt, 1.0) if prompt else 0.0
-    return NamespaceShare(name, prompt / whole_prompt, own)

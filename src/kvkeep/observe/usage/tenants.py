@@ -29,13 +29,14 @@ _LEAST_SHARE = 0.01
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What a tenant used since the start, in tokens.
+    """What a tenant used since the start: requests that were admitted, and tokens.
 
     ``read_tokens`` of the prompts were reused, ``loaded_tokens`` of these came from tiers;
     ``computed_tokens`` include repetitions after a preemption. ``stored_tokens`` were handed to the
     tiers.
     """
 
+    requests: int = 0
     prompt_tokens: int = 0
     read_tokens: int = 0
     loaded_tokens: int = 0
@@ -75,6 +76,7 @@ class TenantLedger:
             match event:
                 case RequestAdmitted():
                     counts = self._row(event.request.namespace.tenant)
+                    counts.requests += 1
                     counts.prompt_tokens += len(event.request.prompt)
                     counts.read_tokens += event.cached_tokens
                 case RequestLoaded():
@@ -103,6 +105,12 @@ class TenantLedger:
         small.sort(key=lambda name: self._rows[name].prompt_tokens)
         for name in small[: max(1, len(small) // 2)]:
             self._others.add(self._rows.pop(name))
+
+    def largest(self, most: int) -> list[tuple[str, TenantCounts]]:
+        """Return the ``most`` tenants with the most prompt tokens, largest first, and copies."""
+        with self._lock:
+            rows = nlargest(most, self._rows.items(), key=lambda row: row[1].prompt_tokens)
+            return [(tenant, replace(counts)) for tenant, counts in rows]
 
     def series(self, most: int) -> list[tuple[str | None, TenantCounts]]:
         """Return counts for counters in metrics: none of them ever falls.

@@ -66,8 +66,7 @@ class CacheMirror:
 
     A page is a block of ``page_size`` tokens; its hash is the low 64 bits of its block key
     (`kvkeep.core.keys`), so equal prefixes have equal hashes on every instance. Pages whose parent
-    is unknown are left out and counted (``orphans``): the events may describe less than the cache
-    holds, never more.
+    is unknown are left out: the events may describe less than the cache holds, never more.
 
     In a cache with ``groups`` of layers requests resume at checkpoints (without states elsewhere,
     too, while rows are there, which is not published). So a block is published only while there is
@@ -78,7 +77,6 @@ class CacheMirror:
 
     def __init__(self, page_size: int, *, groups: bool = False) -> None:
         self.page_size = page_size
-        self.orphans = 0
         self._most = max(1, min(_EVENT_BLOCKS, _EVENT_TOKENS // page_size))
         self._pages: dict[int, _Page] = {}
         self._grouped = groups
@@ -120,7 +118,6 @@ class CacheMirror:
                 parent = last_page[-1] if last_page else -1
                 last_page.append(pages[-1])
                 if run.tokens is None:
-                    self.orphans += len(pages)
                     continue
                 seen.update(pages)
                 tokens = run.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
@@ -154,7 +151,6 @@ class CacheMirror:
     ) -> list[KVEvent]:
         above = self._pages.get(parent)
         if parent >= 0 and (above is None or _unrelated(above.namespace, namespace)):
-            self.orphans += len(pages)
             return []
         size = self.page_size * TOKEN_BYTES
         events: list[KVEvent] = []
@@ -200,9 +196,7 @@ class CacheMirror:
         """Note checkpoints at the ends of ``pages``; return the events of blocks up to there."""
         events: list[KVEvent] = []
         for page in pages:
-            if page not in self._pages:
-                self.orphans += 1
-            elif page not in self._points:
+            if page in self._pages and page not in self._points:
                 self._points.add(page)
                 path = [self._pages[one] for one in self._count_up(page)]
                 if path:

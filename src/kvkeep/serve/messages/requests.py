@@ -182,19 +182,19 @@ def flag_at(place: str, value: object) -> bool:
     return bool(value)
 
 
-def whole_at(place: str, value: object, low: int) -> int:
-    """Return a whole number, ``low`` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT32:
-        raise InvalidValue(f"{place}: should be a whole number, {low} or more, got {told(value)}")
+def whole_at(place: str, value: object) -> int:
+    """Return a whole number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _INT32:
+        raise InvalidValue(f"{place}: should be a whole number, 0 or more, got {told(value)}")
     return value
 
 
-def number_at(place: str, value: object, low: float, high: float) -> float | None:
-    """Return a number in ``low`` … ``high``; null is None."""
+def share_at(place: str, value: object) -> float | None:
+    """Return a number in 0 … 1; null is None."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidValue(f"{place}: should be in {low} … {high}, got {told(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InvalidValue(f"{place}: should be in 0 … 1, got {told(value)}")
     return float(value)
 
 
@@ -265,14 +265,14 @@ def read_call(body: object, *, more: frozenset[str] = frozenset()) -> MessagesCa
         )
     return MessagesCall(
         model=text_at("model", body.get("model")),
-        max_tokens=whole_at("max_tokens", body.get("max_tokens"), 0),
+        max_tokens=whole_at("max_tokens", body.get("max_tokens")),
         messages=messages,
         tools=tools,
         tool_choice=choice,
         stop=_stops(body.get("stop_sequences")),
-        temperature=number_at("temperature", body.get("temperature"), 0, 1),
-        top_p=number_at("top_p", body.get("top_p"), 0, 1),
-        top_k=None if body.get("top_k") is None else whole_at("top_k", body["top_k"], 0),
+        temperature=share_at("temperature", body.get("temperature")),
+        top_p=share_at("top_p", body.get("top_p")),
+        top_k=None if body.get("top_k") is None else whole_at("top_k", body["top_k"]),
         stream=flag_at("stream", body.get("stream")),
         breakpoints=tuple(turns.breakpoints),
         continued=last["role"] == "assistant",

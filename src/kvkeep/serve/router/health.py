@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 __all__ = ["Doubt", "Health", "InstanceHealth", "Timeouts", "Waiting"]
 
@@ -115,9 +115,7 @@ class Health:
     that is up, except for lists of them.
     """
 
-    def __init__(
-        self, names: Iterable[str] = (), *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._instances: dict[str, _Instance] = {}
         self._joined: dict[str, None] = {}  # those that get new requests, in order
@@ -126,8 +124,6 @@ class Health:
         self._hooks: list[Callable[[str, Doubt], None]] = []
         self.changed = asyncio.Event()
         """Set when instances were added or removed."""
-        for name in names:
-            self.add(name)
 
     # --- instances ---------------------------------------------------------------------------
 

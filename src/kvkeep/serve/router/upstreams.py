@@ -52,7 +52,7 @@ class Upstreams:
         connect_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.health = Health(clock=clock)
+        self.health = Health(clock)
         for url in instances:
             if url in self.names:
                 raise InvalidValue(f"the instance {url} is given twice")

@@ -135,20 +135,22 @@ class EventStream(Response):
                     await send(_body(self._frames.error(known), more=False))
 
     async def _write_all(self, send: Send) -> None:
-        if not self._frames.ping:
-            await self._write_events(send)
-            return
-        sending = _Pinging(send, self._frames.ping, self._service.settings.ping_s)
-        pings = asyncio.create_task(sending.run())
-        try:
-            await self._write_events(sending.send)
-        finally:
-            pings.cancel()
-            await asyncio.wait([pings])
-            if not pings.cancelled():
-                pings.result()  # raises what ended them
+        if self._frames.ping:
+            sending = _Pinging(send, self._frames.ping, self._service.settings.ping_s)
+            pings = asyncio.create_task(sending.run())
+            try:
+                last = await self._write_events(sending.send)
+            finally:
+                pings.cancel()
+                await asyncio.wait([pings])
+                if not pings.cancelled():
+                    pings.result()  # raises what ended them
+        else:
+            last = await self._write_events(send)
+        await send(last)  # nothing may wait behind it: the end of a response reads as a disconnect
 
-    async def _write_events(self, send: Send) -> None:
+    async def _write_events(self, send: Send) -> dict[str, Any]:
+        """Send all events but the last ones; return these."""
         completions: dict[int, Completion] = {}
         frame = self._frames.event
         if begin := [*map(frame, self._writer.begin())]:
@@ -162,7 +164,7 @@ class EventStream(Response):
             if events:
                 await send(_body(*events))
         last = map(frame, self._writer.end(_in_order(completions)))
-        await send(_body(*last, self._frames.last, more=False))
+        return _body(*last, self._frames.last, more=False)
 
 
 class _Pinging:

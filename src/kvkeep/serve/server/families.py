@@ -32,11 +32,7 @@ _Table = dict[str, tuple[str, str]]
 
 # Metric → the field of `CacheStats`, and the help text.
 _CACHE_GAUGES: _Table = {
-    "kvkeep_pages_pinned": ("pinned_pages", "Cached pages under soft or hard pins"),
-    "kvkeep_pages_hard_pinned": (
-        "hard_pinned_pages",
-        "Cached pages under hard pins",
-    ),
+    "kvkeep_pages_pinned": ("pinned_pages", "Cached pages under pins"),
     "kvkeep_pages_dead": (
         "pages_dead",
         "Cached pages that sessions will not use again: evicted first",
@@ -198,7 +194,7 @@ def of_tiers(found: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
 
 
 def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
-    """Reused tokens by tier, the time that reuse saved, and the shares of namespaces."""
+    """Reused tokens by tier, and the time that reuse saved."""
     hits = CounterMetricFamily(
         "kvkeep_hit_tokens",
         "Reused prompt tokens of admitted requests, by source: pool, or a tier",
@@ -224,22 +220,6 @@ def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "kvkeep_prefill_computed_tokens", "Prompt tokens that were computed", reuse.computed_tokens
     )
-    prompts = GaugeMetricFamily(
-        "kvkeep_namespace_prompt_ratio",
-        f"Share of late prompt tokens, of the {MOST_NAMES} largest namespaces and all others",
-        labels=["namespace"],
-    )
-    reused = GaugeMetricFamily(
-        "kvkeep_namespace_reused_ratio",
-        "Reused share of a namespace's late prompt tokens",
-        labels=["namespace"],
-    )
-    for share in reuse.shares:
-        name = OTHER if share.name is None else label(share.name)
-        prompts.add_metric([name], share.prompt)
-        reused.add_metric([name], share.reused)
-    yield prompts
-    yield reused
 
 
 def of_computed(reasons: Mapping[str, int]) -> Iterator[Metric]:
@@ -374,7 +354,7 @@ def of_costs(costs: EngineCosts) -> Iterator[Metric]:
     loads = CounterMetricFamily(
         "kvkeep_store_loads",
         "Prompts of which the store had more than the pool, by what was done: loaded, computed, "
-        "or both at once",
+        "or both, a part of each",
         labels=["outcome"],
     )
     loads.add_metric(["both"], total.both)

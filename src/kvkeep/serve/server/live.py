@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from prometheus_client import Counter
 
-    from kvkeep.core.cache import CacheStats
+    from kvkeep.observe.usage import TenantCounts
     from kvkeep.observe.usage.history import Counts
-    from kvkeep.observe.usage.table import NamespaceUsage, ReuseSnapshot
+    from kvkeep.observe.usage.table import ReuseSnapshot
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
@@ -177,7 +177,7 @@ class EngineState:
         engine = service.engine.stats()
         store = service.engine.store
         tiers = () if store is None else store.stats().tiers
-        settings, usage = service.settings, service.watching.usage.moment(MOST_SHOWN)
+        settings, usage = service.settings, service.watching.usage.moment()
         return {
             "at": time.time(),
             "uptime_s": time.monotonic() - self._began,
@@ -188,7 +188,7 @@ class EngineState:
             "text": settings.text,
             "running": engine.running,
             "waiting": engine.waiting,
-            "totals": _totals(cache, engine),
+            "totals": _totals(engine),
             "reused": _source_figures(usage.reuse),
             "losses": service.losses.rows(service.loss_counts(cache, tiers)),
             "pages": {
@@ -210,7 +210,9 @@ class EngineState:
                 for point in cache.what_if
             ]
             or None,
-            "tenants": _tenant_figures(usage.namespaces, service.watching.usage.pages.pages),
+            "tenants": _tenant_figures(
+                service.watching.tenants.largest(MOST_SHOWN), service.watching.usage.pages.pages
+            ),
         }
 
 
@@ -223,30 +225,29 @@ def _source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _totals(cache: CacheStats, engine: EngineStats) -> dict[str, Any]:
+def _totals(engine: EngineStats) -> dict[str, Any]:
     return {
         "requests": engine.requests,
         "prompt_tokens": engine.prompt_tokens,
         "cached_tokens": engine.cached_tokens,
         "loaded_tokens": engine.loaded_tokens,
         "generated_tokens": engine.generated_tokens,
-        "evicted_pages": cache.evicted_pages,
     }
 
 
 def _tenant_figures(
-    namespaces: Iterable[NamespaceUsage], pages: Mapping[str, int]
+    tenants: Iterable[tuple[str, TenantCounts]], pages: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return tenants as JSON has them; ``pages`` has the cached ones of each."""
     return [
         {
-            "cache_salt": showable(one.tenant),
-            "requests": one.requests,
-            "prompt_tokens": one.prompt_tokens,
-            "reused_tokens": one.reused_tokens,
-            "pages": pages.get(one.tenant, 0),
+            "cache_salt": showable(tenant),
+            "requests": counts.requests,
+            "prompt_tokens": counts.prompt_tokens,
+            "reused_tokens": counts.read_tokens,
+            "pages": pages.get(tenant, 0),
         }
-        for one in namespaces
+        for tenant, counts in tenants
     ]
 
 

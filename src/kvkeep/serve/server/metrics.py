@@ -34,7 +34,7 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 class ServerMetrics:
     """One server's metrics, in their own registry.
 
-    ``usage`` counts requests by namespace. The attributes set later add families: ``events``
+    ``usage`` counts reuse. The attributes set later add families: ``events``
     returns a publisher's figures (`PublisherStats.as_dict`), ``reasons`` the computed tokens by
     reason since the start (an explainer's), ``tenants`` counts by tenant, ``pool_pins``
     and ``tier_pins`` keep prefixes, ``costs`` are what the engine has learned, ``connections`` and
@@ -131,7 +131,7 @@ class ServerMetrics:
         """
         with self._exposing:
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
-            found += families.of_reuse(self.usage.reuse(families.MOST_NAMES))
+            found += families.of_reuse(self.usage.reuse())
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:

@@ -239,8 +239,9 @@ class Service:
         return self.engine.tokenizer
 
     @property
-    def explainer(self) -> Explainer | None:
-        """What explains requests; None before the server runs."""
+    def explainer(self) -> Explainer:
+        """What explains requests, while the server runs."""
+        assert self.watching.explainer is not None, "requests come after the start"
         return self.watching.explainer
 
     @property

@@ -13,12 +13,9 @@ _LEAVE = "\u200c\u200d\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007
 _LEAVE += "\u202f\u205f\u3000"
 
 
-def showable(text: str, *, lines: bool = False) -> str:
-    """Return ``text`` with a visible sign for each character that would act instead of showing.
-
-    With ``lines``, line feeds and tabs stay.
-    """
-    return visible(text, leave=_LEAVE + "\n\t" if lines else _LEAVE)
+def showable(text: str) -> str:
+    """Return ``text`` with a visible sign for each character that would act instead of showing."""
+    return visible(text, leave=_LEAVE)
 
 
 def showable_at(text: str, at: int) -> tuple[str, int]:

@@ -67,8 +67,8 @@ class TierURL:
         if self.scheme == "file":
             self.place, path = _expanded(self.place, path)
         self.path = unquote(path)
-        if "\0" in self.path:
-            raise InvalidValue("a tier's URL has %00 in its path; no system takes that character")
+        if "\0" in unquote(text):
+            raise InvalidValue("a tier's URL has %00; no path and no name has that character")
         user = f"{parts.username or ''}:***@" if self.password else ""
         if not user and parts.username:
             user = f"{parts.username}@"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.memory import MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
-    from kvkeep.store.blocks.timing import Operation
     from kvkeep.store.tiers import TieredStore
 
 __all__ = ["Store"]
@@ -26,7 +25,7 @@ _LOG = logging.getLogger("kvkeep.store")
 
 
 class Store:
-    """Open tiers with hooks, pinned memory and a life cycle; sharable by name in a process.
+    """Open tiers with pinned memory and a life cycle; sharable by name in a process.
 
     A shared store is one object with a shallow copy for each user. State that all users share must
     therefore be mutable objects; closing replaces ``_tiered`` in one copy alone.
@@ -64,19 +63,6 @@ class Store:
     @property
     def _places(self) -> str:
         return ", ".join(tier.place for tier in self._tiered.stats())
-
-    def watch(self, hook: Callable[[Operation], object]) -> Callable[[], None]:
-        """Call ``hook`` with an `Operation` after each put and get; return a call that stops it.
-
-        The hook runs in the thread of the put or get, before that returns. An exception of the
-        hook is logged and has no other effect. The logger ``kvkeep.store`` reports the same
-        operations at DEBUG.
-
-        Raises:
-            InvalidValue: ``hook`` is not callable.
-        """
-        self._tiered.check_open()
-        return self._timing.watch(hook)
 
     def flush(self, timeout: float | None = 60.0) -> bool:
         """Wait until the slower tiers hold all blocks that were put before this call.

@@ -12,7 +12,7 @@ from kvkeep.core.errors import BackendFailed, IllegalStep, number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvkeep.store.tiers import Loss, TieredStore, TierStats
+    from kvkeep.store.tiers import TieredStore, TierStats
 
 __all__ = [
     "Lookup",
@@ -20,7 +20,6 @@ __all__ = [
     "StoreCounters",
     "StoreStats",
     "closed_is_illegal",
-    "last_losses",
     "runs_of",
     "seconds_of",
     "tier_runs",
@@ -180,18 +179,3 @@ def tier_runs(tiered: TieredStore, blocks: Sequence[bytes]) -> list[tuple[int, s
         runs.append((end, name))
         at = end
     return runs
-
-
-def last_losses(
-    tiered: TieredStore, blocks: Sequence[bytes], since: float | None
-) -> list[Loss | None]:
-    """Return why each block was lost last, or cannot be read now; None: nothing is known.
-
-    ``since``: see `BlockStore.losses`.
-    """
-    found: list[Loss | None] = []
-    for block, loss in zip(blocks, tiered.losses_of(blocks, since), strict=True):
-        # A block that was stored again since then has an entry still.
-        last = tiered.losses.of(block) if loss is None else loss
-        found.append(None if last is None or last.what == "never" else last)
-    return found

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
-from kvkeep.core.errors import InvalidValue, check_type, listed, number, told, whole
+from kvkeep.core.errors import InvalidValue, check_type, listed, told, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store
 from kvkeep.store.blocks.returns import BlockReturns, ReturnReplay
-from kvkeep.store.blocks.shared import places_of
-from kvkeep.store.blocks.stats import closed_is_illegal, last_losses, runs_of, seconds_of, tier_runs
+from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of, tier_runs
 from kvkeep.store.tiers import (
     PROMPT_TOKENS,
-    Inclusive,
     TieredStore,
     TieringPolicy,
     note_of,
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.tiers import BlockPrefetch, Loss, Removed, TierStats
+    from kvkeep.store.tiers import Removed, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -83,27 +80,6 @@ class BlockStore(Store):
         notes = {self._space: note_of(self.namespace)}
         super().__init__(TieredStore(front, below, policy, notes=notes, cost=cost), "blocks")
         self._tiered.expect(self._space)
-
-    @staticmethod
-    def shared(
-        name: str,
-        namespace: NamespaceLike,
-        *,
-        tiers: Sequence[str | Backend] = ("memory://1GiB",),
-        policy: TieringPolicy | None = None,
-        cost: CostModel | None = None,
-        token_bytes: int = 0,
-    ) -> BlockStore:
-        """Return the store called ``name`` in this process; see `KVStore.shared`."""
-        given = {
-            "namespace": as_namespace(namespace),
-            "tiers": places_of(tiers),
-            "policy": repr(policy or Inclusive()),
-        }
-        make = partial(
-            BlockStore, namespace, tiers=tiers, policy=policy, cost=cost, token_bytes=token_bytes
-        )
-        return BlockStore._take(name, given, make)
 
     def pin_memory(self) -> None:
         """Page-lock the memory of the first tier until `close`, so that a GPU copies at full speed.
@@ -297,16 +273,6 @@ class BlockStore(Store):
         self._tiered.check_open()
         return tier_runs(self._tiered, self._named(keys))
 
-    def losses(self, keys: Sequence[bytes], *, since: float | None = None) -> list[Loss | None]:
-        """Return why each of ``keys`` was lost last, or cannot be read now; None: nothing is known.
-
-        For keys that were not found. A tier that failed or was late since ``since`` (Unix seconds)
-        counts as such for the keys that it may hold. Queries no tier. Cost: some µs a key.
-        """
-        self._tiered.check_open()
-        since = None if since is None else number("since, in Unix seconds,", since)
-        return last_losses(self._tiered, self._named(keys), since)
-
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.
 
@@ -329,16 +295,6 @@ class BlockStore(Store):
         """Whether other processes may have stored blocks that are not known here."""
         self._tiered.check_open()
         return any(tier.queried for tier in self._tiered.tiers)
-
-    def prefetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> BlockPrefetch:
-        """Start to read blocks of these sizes into memory; return at once.
-
-        Raises:
-            InvalidValue: the numbers of keys and sizes differ, or a size is not positive.
-        """
-        blocks = self._blocks(keys)
-        sizes = _sizes(sizes, len(blocks))
-        return self._tiered.prefetch(lambda: (blocks, sizes))
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> int:
         """Protect leading blocks from eviction for ``seconds``; return how many are pinned."""

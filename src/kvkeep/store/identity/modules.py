@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 import types
 from importlib.metadata import PackageNotFoundError, version
@@ -56,6 +57,7 @@ __all__ = [
     "lines_of",
     "packed_of",
     "patchable",
+    "patches_in",
     "patches_of",
     "placed_modules",
     "settings",
@@ -272,17 +274,19 @@ def patches_of(kinds: Iterable[type]) -> list[tuple[str, Any]]:
     are the modules of Transformers and PEFT in which ``kinds`` are defined, and
     ``torch.nn.functional``.
     """
-    return sorted(
-        (
-            (f"{place}.{name}", value)
-            for place, holder in patchable(kinds)
-            for name, value in vars(holder).items()
-            if isinstance(value, types.FunctionType | functools.partial | types.MethodType)
-            and not is_library(value)
-            and package_of(value) not in sys.stdlib_module_names
-        ),
-        key=lambda patch: patch[0],
-    )
+    patches = (patches_in(name, place).items() for name, place in patchable(kinds))
+    return sorted(itertools.chain.from_iterable(patches), key=lambda patch: patch[0])
+
+
+def patches_in(name: str, place: Any) -> dict[str, Any]:
+    """Return the functions from elsewhere in one of the places of `patchable`."""
+    return {
+        f"{name}.{own}": value
+        for own, value in vars(place).items()
+        if isinstance(value, types.FunctionType | functools.partial | types.MethodType)
+        and not is_library(value)
+        and package_of(value) not in sys.stdlib_module_names
+    }
 
 
 def _recomputed(module: nn.Module) -> frozenset[str]:

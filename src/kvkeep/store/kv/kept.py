@@ -270,14 +270,13 @@ def _ids_from(prompt: PromptBlocks) -> list[bytes]:
 class Followers:
     """Remembers which blocks follow which, so that a removal can delete them too.
 
-    Block ids are hashes, from which the order cannot be read. The latest ``most`` links of prompts
-    that this store put or read are kept.
+    Block ids are hashes, from which the order cannot be read. The latest `_MOST_LINKS` links of
+    prompts that this store put or read are kept.
 
     Thread safety: all methods. Cost: about 0.1 µs a block, and up to 500 bytes a link.
     """
 
-    def __init__(self, most: int = _MOST_LINKS) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next: OrderedDict[bytes, set[bytes]] = OrderedDict()
         self._links = 0
@@ -297,7 +296,7 @@ class Followers:
                 behind = known.setdefault(before, set())
                 self._links += block not in behind
                 behind.add(block)
-            while self._links > self._most:
+            while self._links > _MOST_LINKS:
                 self._links -= len(known.popitem(last=False)[1])
 
     def take(self, blocks: Iterable[bytes]) -> list[bytes]:

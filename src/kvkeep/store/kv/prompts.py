@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from kvkeep.core.errors import (
     IllegalStep,
     InvalidValue,
     check_type,
-    listed,
     number,
     switch,
     told,
@@ -30,7 +28,7 @@ from kvkeep.store.kv.names import PromptBlocks, TenantNames
 from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
@@ -355,21 +353,6 @@ class PromptStore(Store):
         with closed_is_illegal():
             self._tiered.returns.conversations.clear(space)
             return self._tiered.clear(space)
-
-    def used_bytes(self, tenants: Iterable[str]) -> tuple[dict[str, int], int]:
-        """Return the bytes that all tiers hold of each of ``tenants``, and of all others together.
-
-        The others include namespaces of other models and processes. Memory that a node shares
-        (``shm://``) is not counted; of a tier without a budget, only blocks that are known here. A
-        block in two tiers counts twice. Cost: a pass over namespaces and tenants.
-        """
-        self._tiered.check_open()
-        spaces = Counter(self._tiered.memory.catalogue.spaces())
-        for tier in self._tiered.tiers:
-            spaces.update(tier.catalogue.spaces())
-        tenants = listed("tenants", tenants, "names of tenants")
-        own = {tenant: spaces.pop(self._names_of(tenant).space, 0) for tenant in tenants}
-        return own, sum(spaces.values())
 
     def stats(self) -> StoreStats:
         """Return the counts since the store was opened, and the state of every tier."""

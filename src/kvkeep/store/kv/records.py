@@ -69,14 +69,12 @@ class KVRecords:
     Attributes:
         kind: the number of this kind of record.
         layers: numbers of the layers, ascending.
-        span: tokens of the window or chunk; None for layers that keep every token.
     """
 
     def __init__(
         self, geometry: KVGeometry, layout: Layout, kind: int, groups: Sequence[LayerGroup]
     ) -> None:
         self.kind = kind
-        self.span = groups[0].span
         self._group = groups[0]
         self._layout = layout
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
@@ -164,16 +162,6 @@ class KVRecords:
         """Allocate tensors for this many tokens of every layer."""
         return {
             layer: tuple(torch.empty(self._shape(part, tokens), dtype=self._dtype) for part in some)
-            for layer, some in self._parts.items()
-        }
-
-    def cut(self, layers: Mapping[int, tuple[Tensor, ...]], start: int, stop: int) -> Layers:
-        """Return views of tokens ``start`` … ``stop - 1`` of the tensors."""
-        return {
-            layer: tuple(
-                tensor.narrow(self._axis(part), start, stop - start)
-                for part, tensor in zip(some, layers[layer], strict=True)
-            )
             for layer, some in self._parts.items()
         }
 
@@ -294,8 +282,6 @@ class RecordForms:
 
     def __init__(self, geometry: KVGeometry, layout: Layout) -> None:
         check_layout(layout)
-        self.geometry = geometry
-        self.layout = layout
         attending = [group for group in geometry.groups if group.shape is not None]
         whole = [group for group in attending if group.span is None]
         self.base = KVRecords(geometry, layout, 0, whole) if whole else None

@@ -60,7 +60,6 @@ class PromptLoads(PromptStore):
 
     def __init__(self, config: StoreConfig) -> None:
         followers = Followers()
-        self._form = config.form
         self._whole: KVTransfers | None = None
         self._snapshots: SnapshotTransfers | None = None
         if isinstance(config.form, Form):
@@ -459,8 +458,8 @@ class KVStore(PromptLoads):
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
         """Return the store called ``name`` in this process; the first caller opens it.
 
-        All callers with the same name and configuration share tiers, counters and hooks. Each
-        closes its own handle; the last `close` closes the store. ``options`` are the keyword
+        All callers with the same name and configuration share tiers and counters. Each closes
+        its own handle; the last `close` closes the store. ``options`` are the keyword
         arguments of the constructor.
 
         Raises:

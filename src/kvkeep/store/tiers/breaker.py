@@ -42,13 +42,14 @@ SERVING: frozenset[Call] = frozenset(("lookup", "read", "write"))
 _WORST: tuple[State, ...] = ("closed", "trying", "open")
 _MOST_PARTS = 256  # parts of a backend with breakers; cluster nodes come and go
 _GONE_S = 120.0  # seconds without a call after which a failed part counts as gone
+_LONGEST_PAUSE_S = 60.0
 
 
 class Breaker:
     """Opens after ``limit`` failures in a row; then allows a single trial call after each pause.
 
     Closed: every call is allowed. Open: no call is, for ``pause`` seconds at first and twice as
-    long after each failed trial, ``longest`` at most. Then one trial call is allowed; if it
+    long after each failed trial, a minute at most. Then one trial call is allowed; if it
     succeeds, the breaker closes. If it never returns, another is allowed after the same pause.
 
     Thread safety: all methods. Cost: below a microsecond.
@@ -60,8 +61,6 @@ class Breaker:
         *,
         limit: int = 3,
         pause: float = 1.0,
-        longest: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
         opening: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
@@ -69,8 +68,6 @@ class Breaker:
         self.opened = 0
         self._limit = limit
         self._first_pause = pause
-        self._longest = longest
-        self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
         self._pause = pause
@@ -90,7 +87,7 @@ class Breaker:
         with self._lock:
             if self._until is None:
                 return True
-            now = self._clock()
+            now = time.monotonic()
             if now < self._until:
                 return False
             self._trying = True
@@ -101,13 +98,13 @@ class Breaker:
     def blocks(self) -> bool:
         """Whether a call is not allowed now; unlike `allows`, this starts no trial."""
         until = self._until
-        return until is not None and self._clock() < until
+        return until is not None and time.monotonic() < until
 
     @property
     def unused(self) -> float:
         """Seconds for which a trial call has been allowed and none was made; 0 while closed."""
         until = self._until
-        return 0.0 if until is None else max(0.0, self._clock() - until)
+        return 0.0 if until is None else max(0.0, time.monotonic() - until)
 
     def succeeded(self) -> None:
         """Record that a call succeeded."""
@@ -129,20 +126,20 @@ class Breaker:
         with self._lock:
             if self._trying:
                 self._trying = False
-                self._until = self._clock()
+                self._until = time.monotonic()
 
     def failed(self, why: object) -> None:
         """Record that a call failed, or took too long."""
         with self._lock:
             self._failures += 1
             if self._until is not None:
-                if not self._trying and self._clock() < self._until:
+                if not self._trying and time.monotonic() < self._until:
                     return  # a call that began before the breaker opened
-                self._pause = min(2 * self._pause, self._longest)
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
             elif self._failures < self._limit:
                 return
             self._trying = False
-            self._until = self._clock() + self._pause
+            self._until = time.monotonic() + self._pause
             self.opened += 1
             pause = self._pause
         if self._opening is not None:

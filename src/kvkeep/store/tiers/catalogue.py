@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Catalogue", "Filling"]
 
 _AT_ONCE: Final = 1024  # blocks of a listing that are taken over under one lock
+_MOST_EXPIRED: Final = 1000  # blocks that are forgotten at once
 _ROUNDS: Final = 1 << 16
 
 
@@ -263,20 +264,20 @@ class Catalogue:
                 into.append(victim.block)
         return gone
 
-    def expired(self, limit: int = 1000) -> list[bytes]:
-        """Forget and return expired blocks, ``limit`` of them at most."""
+    def expired(self) -> list[bytes]:
+        """Forget and return expired blocks, `_MOST_EXPIRED` of them at most."""
         if self.ttl is None:
             return []
         with self._lock:
             late = (block for block in self._table.blocks.values() if self._expired(block))
-            old = [block.block for block in islice(late, limit)]
+            old = [block.block for block in islice(late, _MOST_EXPIRED)]
             for name in old:
                 self._table.forget(name)
         for part in self._table.packed.parts():
-            if len(old) >= limit:
+            if len(old) >= _MOST_EXPIRED:
                 break
             with self._lock:
-                rows = self._table.packed.sweep(part, self._expired)[: limit - len(old)]
+                rows = self._table.packed.sweep(part, self._expired)[: _MOST_EXPIRED - len(old)]
                 for row in rows:
                     self._table.forget(row.block)
             old += (row.block for row in rows)

@@ -347,8 +347,8 @@ class SharedReturns(Returns):
     Thread safety: all methods, by a lock under which no other one is taken.
     """
 
-    def __init__(self, most: int = 65_536) -> None:
-        super().__init__(most)
+    def __init__(self) -> None:
+        super().__init__(65_536)
         self._lock = threading.RLock()
 
     def began(
@@ -386,7 +386,7 @@ class SharedReturns(Returns):
 
 
 class BlockWaits:
-    """The waits of the blocks used last, ``most`` of them, whatever tier holds them.
+    """The waits of the blocks used last, `_MOST_BLOCKS` of them, whatever tier holds them.
 
     A block that several conversations wait behind has the waits of up to four, those worth most.
     A request that has not ended counts as a wait of the most general class.
@@ -395,12 +395,9 @@ class BlockWaits:
     and nothing before the first request.
     """
 
-    def __init__(
-        self, returns: SharedReturns, clock: Callable[[], float], most: int = _MOST_BLOCKS
-    ) -> None:
+    def __init__(self, returns: SharedReturns, clock: Callable[[], float]) -> None:
         self.returns = returns
         self.clock = clock
-        self._most = most
         self._lock = threading.Lock()
         self._at: OrderedDict[bytes, tuple[Wait, ...]] = OrderedDict()
 
@@ -436,7 +433,7 @@ class BlockWaits:
                 if len(live) >= _WAITS:
                     live.remove(min(live, key=self.worth))
                 at[block] = (*live, wait)
-            while len(at) > self._most:
+            while len(at) > _MOST_BLOCKS:
                 at.popitem(last=False)
 
     def best(self, block: bytes) -> tuple[Wait | None, int]:

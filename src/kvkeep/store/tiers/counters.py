@@ -24,8 +24,7 @@ class TierCounters:
         writes: blocks written.
         already: blocks not written because the tier had them.
         drops: blocks not written: the queue was full, there was no room, or the write failed.
-        over_budget: blocks not written, because the tier's write budget is short; those that were
-            to be written when it was spent count in ``drops``, too.
+        over_budget: those of ``drops`` for which the tier's write budget had too little left.
         evictions: blocks deleted to make room.
         demotions: blocks moved to a lower tier when they were evicted.
         demotions_dropped: blocks that should have been demoted and were not, for lack of time.

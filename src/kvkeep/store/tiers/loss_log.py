@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Loss", "LossKind", "LossLog", "Miss"]
 
+_MOST = 100_000  # blocks
+
 LossKind = Literal[
     "evicted", "dropped", "refused", "removed", "damaged", "unavailable", "late", "slower", "never"
 ]
@@ -32,7 +34,7 @@ class Miss:
     - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
       breaker is open), "no time" (the tier above had to delete it at once), "write budget"
       (the tier's write budget is spent), "fault" (a bug of kvkeep; the log has the traceback).
-    - "refused": "admission" (the tiering policy admits it later, or never); "answer" (generated
+    - "refused": "admission" (the tiering policy admits it after more touches); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.
     - "removed": "cleared" or "removed" by request, "ttl" (expired), "gone" (deleted by others).
@@ -84,7 +86,7 @@ class Loss(NamedTuple):
 
 
 class LossLog:
-    """The last loss of each of the last ``most`` blocks that were lost.
+    """The last loss of each of the last `_MOST` blocks that were lost.
 
     A block that is stored again keeps its entry; look up only blocks that are missing. An eviction
     does not replace the entry of a lower tier that refused or dropped the block: without that, the
@@ -94,18 +96,10 @@ class LossLog:
     bytes a block.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[str] = (),
-        most: int = 100_000,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.most = most
+    def __init__(self, tiers: Sequence[str] = ()) -> None:
         self.dropping: Callable[[str, str], None] = lambda _tier, _why: None
         """Called with the tier and the detail of each loss of the kind "dropped"."""
         self._rank = {name: rank for rank, name in enumerate(tiers)}
-        self._clock = clock
         self._lock = threading.Lock()
         self._last: OrderedDict[bytes, Loss] = OrderedDict()
 
@@ -114,14 +108,14 @@ class LossLog:
 
     def note(self, blocks: Collection[bytes], tier: str, what: LossKind, detail: str) -> None:
         """Record that ``blocks`` were lost now."""
-        event = Loss(tier, what, self._clock(), detail)
+        event = Loss(tier, what, time.time(), detail)
         last = self._last
         with self._lock:
             for block in blocks:
                 known = last.get(block)
                 if known is None:
                     last[block] = event
-                    if len(last) > self.most:
+                    if len(last) > _MOST:
                         last.popitem(last=False)
                     continue
                 if what != "evicted" or not self._lost_below(known, tier):

@@ -153,9 +153,7 @@ def open_tiers(
     return memory, behind
 
 
-def check_tiers(
-    tiers: Sequence[str], shape: BlockShape | None = None, *, in_front: bool = True
-) -> None:
+def check_tiers(tiers: Sequence[str], *, in_front: bool = True) -> None:
     """Check URLs of tiers as `open_tiers` does, fastest first; open and change nothing.
 
     ``in_front``: the first of them may be the memory in front of the others. Options of backends
@@ -170,7 +168,7 @@ def check_tiers(
     _refuse_twice(tiers)
     for at, place in enumerate(tiers):
         url = TierURL(place)
-        asked = _read(url, shape or BlockShape(), first=in_front and not at)
+        asked = _read(url, BlockShape(), first=in_front and not at)
         has_budget = _checking(_kind_of(url)).check_url(url)
         url.finish()
         if not asked.front:

@@ -198,14 +198,9 @@ class Reader:
                 return count
         return len(raw_bytes)
 
-    @property
-    def idle(self) -> bool:
-        """Whether no block is being read, and no prefetch waits or runs."""
-        return not self._reads and not self._prefetching.unfinished
-
     def close(self) -> None:
         """Discard prefetches that have not begun."""
-        self._prefetching.close(0.0)
+        self._prefetching.close()
 
     def join(self, timeout: float) -> bool:
         """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""

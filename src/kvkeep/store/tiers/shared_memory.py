@@ -390,11 +390,6 @@ class SharedOrder:
         return [-1] * len(blocks)
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all extents that are taken."""
-        return self._backend.used()
-
-    @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now, by any process."""
         return self._arena.pins.bytes()
@@ -435,10 +430,6 @@ class SharedOrder:
             entries = self.find_all(blocks)
             self._arena.use(entries, range(last, last - len(blocks), -1))
         return []
-
-    def spaces(self) -> dict[bytes, int]:
-        """Return nothing: the arena counts the bytes of namespaces with a quota only."""
-        return {}
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes, for all processes; see `over_quota`."""

@@ -63,11 +63,6 @@ class TieredReads:
         self._process = os.getpid()
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
     def inherited(self) -> bool:
         """Whether this process was forked from the one that opened the store."""
         return os.getpid() != self._process
@@ -408,7 +403,7 @@ class TieredStore(TieredReads):
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
             complete &= work is tier.reading or tier.health.settled(left_until(until))
-            work.close(0.0)
+            work.close()
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(left_until(until) or 0.0, tier.timeout - work.longest))
         self._reader.join(left_until(until) or 0.0)
@@ -440,11 +435,6 @@ class TieredStore(TieredReads):
             self.memory.check()
         for tier in self.tiers:
             tier.catalogue.check()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no block is being read, written or deleted, and no prefetch waits or runs."""
-        return self._reader.idle and not len(self._queue)
 
 
 def _flush(tier: Tier, flushed: list[bool]) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,12 +123,9 @@ class Planner:
 
 
 class Touches:
-    """Counts of touches, of the ``limit`` blocks touched last."""
+    """Counts of touches, of the `_MOST_COUNTED` blocks touched last."""
 
-    def __init__(self, limit: int = _MOST_COUNTED) -> None:
-        if limit < 1:
-            raise InvalidValue(f"a limit of {limit} touches; at least one is needed")
-        self._limit = limit
+    def __init__(self) -> None:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -138,7 +135,7 @@ class Touches:
         """Count one more touch of ``block`` and return its count."""
         count = self._counts.pop(block, 0) + 1
         self._counts[block] = count
-        while len(self._counts) > self._limit:
+        while len(self._counts) > _MOST_COUNTED:
             self._counts.popitem(last=False)
         return count
 

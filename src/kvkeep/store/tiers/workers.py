@@ -54,11 +54,6 @@ class Workers:
         return self._cost
 
     @property
-    def unfinished(self) -> int:
-        """Number of jobs that wait or run."""
-        return self._unfinished
-
-    @property
     def longest(self) -> float:
         """Seconds for which the longest-running job has run; 0 if none runs."""
         with self._changed:
@@ -107,22 +102,15 @@ class Workers:
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout)
 
-    def close(self, timeout: float) -> bool:
-        """Take no more jobs, and discard those still queued after ``timeout`` seconds.
-
-        Return whether all jobs ended in time.
-        """
-        end = time.monotonic() + timeout
+    def close(self) -> None:
+        """Take no more jobs, and discard those still queued."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        done = self.wait(max(0.0, end - time.monotonic()))
-        with self._changed:
-            left = list(self._jobs)
+            discarded = list(self._jobs)
             self._jobs.clear()
-        for job in left:
+        for job in discarded:
             self._finish(job, job.given_up)
-        return done
 
     def join(self, timeout: float) -> bool:
         """After `close`: wait for the threads to end; False if jobs run on after ``timeout``."""

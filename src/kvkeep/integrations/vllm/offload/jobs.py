@@ -248,7 +248,7 @@ class TierJobs:
 
     def _save(self, part: _Part, ended: FinishedJob) -> int:
         runs, view = self._rows.runs[part.group], self._view
-        request = ended.request
+        request, names = ended.request, part.names
         assert request is not None
 
         def fill(at: int, raw: memoryview) -> None:
@@ -256,10 +256,10 @@ class TierJobs:
             gather((row[offset : offset + size] for offset, size in runs), raw)
 
         sizes = [self._rows.size(part.group)] * len(part.keys)
-        count = self._store.store.write(part.names, sizes, fill)
-        if request.options.ttl is not None:
-            own = request.own(part.names[:count], part.group)
-            self._store.expire(own, request.options.ttl)
+        unknown = self._store.unknown(names)
+        count = self._store.store.write(names, sizes, fill)
+        new, ttl = [names[at] for at in unknown if at < count], request.options.ttl
+        self._store.expire(new if ttl is None else request.own(new, part.group), ttl)
         return count
 
     def _count(self, ended: FinishedJob) -> None:

@@ -22,7 +22,7 @@ from kvkeep.integrations.vllm.offload.requests import PendingQuery, QueryAnswer,
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -211,15 +211,8 @@ class ScheduleTimes:
     Thread safety: none; it belongs to the scheduler's thread.
     """
 
-    def __init__(
-        self,
-        prefill: LearnedPrefill,
-        ahead: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, prefill: LearnedPrefill, ahead: int) -> None:
         self._prefill = prefill
-        self._clock = clock
         self._plans: deque[Mapping[str, tuple[int, int]]] = deque(maxlen=ahead + 1)
         self._ahead = ahead
         self._last = 0.0
@@ -229,7 +222,7 @@ class ScheduleTimes:
 
         ``places`` are the tokens that each request at work has before it, and those of its prompt.
         """
-        now = self._clock()
+        now = time.perf_counter()
         took, self._last = now - self._last, now
         self._plans.append(places)
         if len(self._plans) <= self._ahead:

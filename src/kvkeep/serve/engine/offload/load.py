@@ -123,9 +123,7 @@ class Evidence:
         sources = self._sources()
         stop = sources[-1].stop if sources else self.pool
         missing = tuple(self._slower(*gap, "") for gap in self._gaps(stop))
-        return LoadReport(
-            stop - self.pool, tuple((*one,) for one in sources), missing, self._seconds
-        )
+        return LoadReport(tuple((*one,) for one in sources), missing, self._seconds)
 
     def report(self) -> LoadReport:
         """Return the report: the tokens that came, by tier, and why the others did not."""
@@ -143,7 +141,7 @@ class Evidence:
             missing += _cover(middle, stop, self._behind, self._not_found)
         late = any(fate.what == "late" for fate in missing)
         parts = tuple((*one,) for one in self._sources())
-        return LoadReport(self._end - self.pool, parts, _joined(missing), self._seconds, late)
+        return LoadReport(parts, _joined(missing), self._seconds, late)
 
     @property
     def _seconds(self) -> float:

@@ -55,11 +55,10 @@ class Loads(ABC):
     whole = False
     """Whether only all that is stored of a prompt is of use."""
 
-    def __init__(self, store: KVStore, known: Known, *, page_size: int, timeout: float) -> None:
+    def __init__(self, store: KVStore, known: Known, *, page_size: int) -> None:
         self.arrival = threading.Event()
         self._store = store
         self._known = known
-        self._timeout = timeout
         self.page_size = page_size
         self.alive_at = 0.0
         """When a chunk of any load arrived last, in monotonic seconds."""
@@ -238,10 +237,8 @@ class Loads(ABC):
 class PageLoads(Loads):
     """Loads for a model in which every layer keeps every token: chunks are blocks of pages."""
 
-    def __init__(
-        self, store: KVStore, tensors: PagedTensors, forms: Forms, known: Known, *, timeout: float
-    ) -> None:
-        super().__init__(store, known, page_size=tensors.page_size, timeout=timeout)
+    def __init__(self, store: KVStore, tensors: PagedTensors, forms: Forms, known: Known) -> None:
+        super().__init__(store, known, page_size=tensors.page_size)
         self._forms = forms
         pages = self._block // self.page_size
         count = _BUFFER_BYTES // (pages * tensors.page_bytes)

@@ -89,14 +89,12 @@ class Mover(ABC):
 class PageMover(Mover):
     """Moves blocks of pages, of a model in which every layer keeps every token."""
 
-    def __init__(
-        self, store: KVStore, runner: Runner, stats: EngineStats, *, timeout: float
-    ) -> None:
+    def __init__(self, store: KVStore, runner: Runner, stats: EngineStats) -> None:
         self._tensors = tensors = runner.tensors
         forms = Forms(tensors, store.layout)
         self._writes = Writes(store, tensors, forms, stats)
         self.known = self._writes.known
-        self.loads = PageLoads(store, tensors, forms, self.known, timeout=timeout)
+        self.loads = PageLoads(store, tensors, forms, self.known)
 
     def restore(self, answer: Answer, chunk: LoadChunk) -> bool:
         size = self._tensors.page_size
@@ -142,9 +140,7 @@ _HELD_BYTES = 256 << 20
 class SnapshotMover(Mover):
     """Moves snapshots of a model with windows or states."""
 
-    def __init__(
-        self, store: KVStore, runner: Runner, stats: EngineStats, *, timeout: float
-    ) -> None:
+    def __init__(self, store: KVStore, runner: Runner, stats: EngineStats) -> None:
         assert runner.groups is not None
         assert runner.layout is not None
         self._pages = SnapshotPages(runner.groups, hnd=store.layout == "HND")
@@ -156,7 +152,7 @@ class SnapshotMover(Mover):
         self._held_bytes = 0
         self._writes = _SnapshotWrites(store)
         self.known = self._writes.known
-        self.loads = _SnapshotLoads(store, self.known, page_size=runner.page_size, timeout=timeout)
+        self.loads = _SnapshotLoads(store, self.known, page_size=runner.page_size)
 
     # --- from the store --------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ class Offload:
         self._stats = stats
         self._notifier = notifier or Notifier()
         kind = PageMover if runner.layout is None else SnapshotMover
-        self._mover: Mover = kind(store, runner, stats, timeout=timeout)
+        self._mover: Mover = kind(store, runner, stats)
         self._loads = self._mover.loads
         self._planner = LoadPlanner(
             self._loads, store.cost, step_tokens=step_tokens,
@@ -482,6 +482,6 @@ def _together(tiers: Sequence[str], removed: Sequence[Removed]) -> Removed:
     freed = dict.fromkeys(tiers, 0)
     for one in removed:
         for name, size in one.tiers:
-            freed[name] = freed.get(name, 0) + size  # a tier may have been attached meanwhile
+            freed[name] += size
     failed = {name for one in removed for name in one.failed}
     return Removed(tuple(freed.items()), tuple(name for name in freed if name in failed))

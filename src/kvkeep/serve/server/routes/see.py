@@ -13,7 +13,6 @@ from starlette.responses import Response
 from kvkeep.core.keys import Namespace
 from kvkeep.observe.explain import (
     Cause,
-    Explainer,
     ExplainSummary,
     Explanation,
     Missing,
@@ -33,7 +32,6 @@ from kvkeep.serve.server.routes.base import (
     read_prompt,
 )
 from kvkeep.serve.server.schemas.kv import ExplainRequest
-from kvkeep.serve.server.service import Service
 from kvkeep.serve.server.text import showable, showable_at
 
 if TYPE_CHECKING:
@@ -205,7 +203,7 @@ async def explain(
     service: ServiceOf,
 ) -> dict[str, Any]:
     """Why each token of a request's prompt was reused or computed; also while it runs."""
-    explainer = _explainer(service)
+    explainer = service.explainer
 
     def look() -> dict[str, Any] | None:
         explained = explainer.explain(id)
@@ -220,10 +218,10 @@ async def explain(
     return answer
 
 
-@router.post("/explain", responses={**ERRORS, **_NOT_HERE}, operation_id="kv_explain_prompt")
+@router.post("/explain", responses=ERRORS, operation_id="kv_explain_prompt")
 async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, Any]:
     """The same for a prompt, as if it were sent now. Changes nothing."""
-    explainer = _explainer(service)
+    explainer = service.explainer
     tokens = await read_prompt(service, body)
     space = service.namespace(body.cache_salt)
     cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
@@ -243,12 +241,12 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, 
     return await service.threads.for_inspection(look)
 
 
-@router.get("/requests", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_requests")
+@router.get("/requests", responses=READ_ERRORS, operation_id="kv_requests")
 async def requests(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = 50
 ) -> dict[str, Any]:
     """The last requests, newest first."""
-    explainer = _explainer(service)
+    explainer = service.explainer
 
     def look() -> dict[str, Any]:
         found = explainer.recent(last)
@@ -257,12 +255,12 @@ async def requests(
     return await service.threads.for_inspection(look)
 
 
-@router.get("/summary", responses={**READ_ERRORS, **_NOT_HERE}, operation_id="kv_summary")
+@router.get("/summary", responses=READ_ERRORS, operation_id="kv_summary")
 async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
-    explainer = _explainer(service)
+    explainer = service.explainer
     return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last)))
 
 
@@ -278,10 +276,3 @@ async def cost(service: ServiceOf) -> Response:
     learned = await asyncio.to_thread(service.costs.as_dict)
     text = to_json(learned, exclude_none=True, inf_nan_mode="null")
     return Response(text, media_type="application/json")
-
-
-def _explainer(service: Service) -> Explainer:
-    explainer = service.explainer
-    if explainer is None:
-        raise ApiError(404, "this server does not run yet", code="explain_off")
-    return explainer

@@ -8,7 +8,7 @@ import {REASONS, many, seconds, sourceName, tenantName, tokens, whole} from "./w
 
 const MOST_SPANS = 60;
 
-export const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" : "loaded")
+const kindOf = (span) => (span.source ? (span.source === "pool" ? "pool" : "loaded")
   : `r-${span.reason in REASONS ? span.reason : "new"}`);
 export const reasonName = (reason) => REASONS[reason] || reason;
 

@@ -172,11 +172,6 @@ class DiskBackend(Backend):
         return True
 
     @property
-    def slowed(self) -> int:
-        """Puts that waited because the disk syncs more slowly than records are put."""
-        return self._sync.slowed
-
-    @property
     def last_progress(self) -> float:  # type: ignore[override] # the contract only reads it
         """Time of the last sync of a file, in seconds of the monotonic clock."""
         return self._sync.last_progress

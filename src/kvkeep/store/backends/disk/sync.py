@@ -35,7 +35,6 @@ class SyncQueue:
     them in batches, and `flush` syncs the rest. "always" syncs in `add`, "never" does nothing.
 
     Attributes:
-        slowed: calls of `throttle` that waited.
         last_progress: when something was synced last, in seconds of the monotonic clock.
         failed: background batches that could not be synced; they are repeated.
 
@@ -48,7 +47,6 @@ class SyncQueue:
 
     def __init__(self, mode: Sync, root: str) -> None:
         self.mode = mode
-        self.slowed = 0
         self.failed = 0
         self.last_progress = float("-inf")
         self._root = root
@@ -85,7 +83,6 @@ class SyncQueue:
         """
         if len(self._waiting) < UNSYNCED_AT_MOST:
             return
-        self.slowed += 1
         until = time.monotonic() + min(_SLOWED, timeout / 2)
         while len(self._waiting) >= UNSYNCED_AT_MOST and time.monotonic() < until:
             time.sleep(_POLL)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-__all__ = ["LATEST", "from_unix", "now", "to_unix"]
+__all__ = ["from_unix", "now", "to_unix"]
 
-LATEST: Final = 1 << 62
-"""A time that never comes."""
 _NS: Final = 1_000_000_000
 
 

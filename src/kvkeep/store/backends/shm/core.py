@@ -316,11 +316,6 @@ class Quotas:
             self._at[bytes(words[where : where + 2].cast("B"))] = where
         return self._at.get(space, -1)
 
-    def limit(self, space: bytes) -> int | None:
-        """Return the bytes that a namespace may hold, None without a quota."""
-        where = self._of(space)
-        return None if where < 0 else self._books.words[where + 2]
-
     def over(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
         where = self._of(space)
