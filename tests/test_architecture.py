@@ -43,9 +43,9 @@ ROOMS: dict[str, set[str]] = {
     "core.slots": set(),  # contiguous caches: nothing of theirs is a page
     "core.cost": set(),  # sees tokens, bytes and seconds as numbers
     "core.returns": set(),  # sees ends of requests and seconds; no pages, no tokens
-    "core.eviction": {"core.returns"},
+    "core.prefix": {"core.pages"},
+    "core.eviction": {"core.prefix", "core.returns"},  # policies order the runs of a tree
     "core.miss_ratio": set(),  # sees keys, tokens and page ids of prompts, not the cache
-    "core.prefix": {"core.eviction", "core.returns"},  # its nodes are what a policy orders
     "core.groups": {"core.pages", "core.prefix"},  # what hybrid models keep beside base pages
     "core.cache": {
         "core.pages", "core.prefix", "core.eviction", "core.returns", "core.miss_ratio",
@@ -118,7 +118,6 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
 TYPES_ONLY = {
-    "core.prefix": {"core.pages"},  # `PageArray`, the type of a row of page ids
     "observe.usage": {"store"},  # what a store says of tokens that it did not give
     "observe.explain": {"store", "core.pages"},  # `GroupLayout`, where a model can resume
     "serve.server": {"store", "store.tiers"},  # what the store of its engine tells
@@ -442,8 +441,8 @@ def test_no_modules_import_each_other() -> None:
 # Room → modules in circles of imports, those for types included: each circle is one thing that was
 # torn apart. A number may only fall; a room without circles leaves the table.
 CIRCLES: dict[str, int] = {
-    "cli": 2, "core.cache": 7, "core.groups": 5, "core.prefix": 6, "serve.engine": 3,
-    "serve.server": 2, "store.backends": 2, "store.tiers": 5,
+    "cli": 2, "core.groups": 5, "serve.engine": 3, "serve.server": 2, "store.backends": 2,
+    "store.tiers": 5,
 }  # fmt: skip
 
 
@@ -467,16 +466,16 @@ def test_a_planted_circle_for_types_is_found() -> None:
 # unless a capability is added; a room that is 300 lines smaller lowers it.
 LINES: dict[str, int] = {
     "": 100, "bench": 50, "bench.replay": 3850, "bench.traces": 2700, "cli": 6900, "core": 50,
-    "core.cache": 3000, "core.config_file": 250, "core.cost": 1050, "core.errors": 300,
-    "core.events": 200, "core.eviction": 1200, "core.extras": 150, "core.geometry": 1650,
-    "core.groups": 2600, "core.keys": 150, "core.miss_ratio": 800, "core.pages": 1150,
-    "core.prefix": 3050, "core.prefix_file": 100, "core.public": 200, "core.returns": 700,
+    "core.cache": 3250, "core.config_file": 250, "core.cost": 1050, "core.errors": 300,
+    "core.events": 300, "core.eviction": 1050, "core.extras": 150, "core.geometry": 1650,
+    "core.groups": 2550, "core.keys": 150, "core.miss_ratio": 800, "core.pages": 1150,
+    "core.prefix": 2450, "core.prefix_file": 100, "core.public": 200, "core.returns": 700,
     "core.slots": 1000, "core.tokens": 250, "integrations": 11600, "observe": 50,
     "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 800, "serve": 50,
     "serve.engine": 7900, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4150, "serve.server": 6300, "store": 100,
     "store.backends": 7450, "store.blocks": 1200, "store.codecs": 1850, "store.identity": 1600,
-    "store.kv": 3800, "store.tiers": 9350, "testing": 1100,
+    "store.kv": 3800, "store.tiers": 9350, "testing": 1050,
 }  # fmt: skip
 
 
@@ -536,7 +535,7 @@ def test_importing_reaches_nothing_heavy(module: str, wanted: set[str]) -> None:
 def test_the_reader_sees_the_whole_house() -> None:
     """Else all of the above would hold of an empty folder."""
     found = modules()
-    some = {"kvkeep", "kvkeep.core.cache.paged", "kvkeep.core.prefix", "kvkeep.core.errors"}
+    some = {"kvkeep", "kvkeep.core.cache.cache", "kvkeep.core.prefix", "kvkeep.core.errors"}
     assert some <= set(found)
     assert {room_of(module) for module in found} == {*ROOMS, *BASE}
     graph = run_time(found)
@@ -574,8 +573,8 @@ def test_a_planted_homonym_is_found() -> None:
 
 HOUSE = {
     "kvkeep": "from kvkeep.core.cache import PagedCache",
-    "kvkeep.core.cache": "from kvkeep.core.cache.paged import PagedCache",
-    "kvkeep.core.cache.paged": "from kvkeep.core.pages import pool\nfrom kvkeep.core import errors",
+    "kvkeep.core.cache": "from kvkeep.core.cache.cache import PagedCache",
+    "kvkeep.core.cache.cache": "from kvkeep.core.pages import pool\nfrom kvkeep.core import errors",
     "kvkeep.core.pages": "",
     "kvkeep.core.pages.pool": "import numpy as np\nfrom kvkeep.core.errors import InvalidValue",
     "kvkeep.core.errors": "",
@@ -603,7 +602,7 @@ def violations(module: str, source: str) -> list[str]:
         (PAGES,
          "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kvkeep.core.prefix",
          "core.pages may not use core.prefix"),
-        (PREFIX, "from kvkeep.core.pages.tables import PageArray", "may not use core.pages"),
+        (PREFIX, "from kvkeep.core.eviction import LRU", "may not use core.eviction"),
         (PREFIX, "require('kvkeep.core.cache', '')", "core.prefix may not use core.cache"),
         (CACHE, "from kvkeep.serve.engine import Engine", "core.cache may not use serve.engine"),
         ("kvkeep.core.errors", "import kvkeep.core.tokens, kvkeep.core.cache", "use core.cache"),

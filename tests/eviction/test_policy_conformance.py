@@ -20,7 +20,7 @@ from kvkeep.core.eviction import (
 )
 from kvkeep.store.tiers.two_queues import TwoQ
 from kvkeep.testing import PolicyTests
-from kvkeep.testing.policy_suite import drain, new_entry
+from kvkeep.testing.policy_suite import drain, new_entry, use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ ORDERS: dict[str, tuple[type[EvictionPolicy], Callable[[Entry], tuple[int, ...]]
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["new", "new", "hit", "used", "hold", "pop", "trim", "inherit", "split"]),
+        st.sampled_from(["new", "new", "use", "hold", "pop", "trim"]),
         st.integers(0, 11),
     ),
     max_size=60,
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_a_sorted_list(name: str, steps: list[tuple[str, in
     entries: list[Entry] = []  # all of them may go
     for step, number in steps:
         if step == "new":
-            entries.append(new_entry(policy, size=number + 2, priority=number % 3))
+            entries.append(new_entry(size=number + 2, priority=number % 3))
             policy.add(entries[-1])
         elif entries and step in {"pop", "trim"}:
             victim = policy.pop()
@@ -79,19 +79,7 @@ def test_the_order_is_that_of_a_sorted_list(name: str, steps: list[tuple[str, in
         elif entries:
             entry = entries[number % len(entries)]
             policy.discard(entry)
-            if step in {"hit", "used"}:
-                getattr(policy, step)(entry)
-            elif step == "inherit":
-                child = new_entry(policy, priority=number)
-                child.hits = number % 4
-                policy.inherit(entry, child)
-            elif step == "split" and entry.size > 1:
-                upper = Entry()
-                upper.size, entry.size = 1, entry.size - 1
-                policy.split(upper, entry)
-                policy.inherit(upper, entry)  # the lower one goes, the upper one may go next
-                entries[entries.index(entry)] = entry = upper
-            policy.add(entry)
+            policy.add(use(entry) if step == "use" else entry)
     assert drain(policy) == sorted(entries, key=key)
 
 

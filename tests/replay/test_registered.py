@@ -1,4 +1,4 @@
-"""A policy that a user registers is treated by its attributes, like those that are shipped."""
+"""A policy that a user registers is named everywhere, like those that are shipped."""
 
 from __future__ import annotations
 
@@ -18,22 +18,14 @@ if TYPE_CHECKING:
 
 class MostRecent(LRU):
     name = "mru"
-    by_recency = True
-    advised = True
 
     def age(self, entry):
         return -entry.last_used
 
 
-class Unclear(LRU):
-    name = "unclear"
-    by_recency = advised = False
-
-
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy in (MostRecent, Unclear):
-        monkeypatch.setitem(POLICIES, policy.name, policy)
+    monkeypatch.setitem(POLICIES, MostRecent.name, MostRecent)
 
 
 @pytest.fixture
@@ -48,23 +40,18 @@ def test_a_cache_takes_its_name() -> None:
             sequence.publish()
     cache.evict(1)
     assert [cache.match([token]).num_tokens for token in (1, 2, 3)] == [1, 1, 0]
-    with pytest.raises(InvalidValue, match="returns, mru, unclear"):
+    with pytest.raises(InvalidValue, match="returns, mru"):
         PagedCache(4, 1, eviction="nru")
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-@pytest.mark.parametrize(("policy", "at_once"), [(MostRecent, True), (Unclear, False)])
+@pytest.mark.parametrize(("policy", "at_once"), [(LRU, True), (MostRecent, False)])
 def test_a_replay_publishes_answers_as_its_order_allows(work, policy, at_once, as_object) -> None:
     given = policy() if as_object else policy.name
     stage = Stage(work, 4096, given, page_tokens=None)
     assert stage.at_once is at_once
 
 
-def test_shipped_policies_by_recency_are_these() -> None:
-    shipped = [name for name, policy in POLICIES.items() if policy().by_recency]
-    assert sorted(shipped) == ["lru", "mru", "priority"]
-
-
-def test_a_plan_tries_it_if_it_is_advised(work: Workload) -> None:
+def test_a_plan_tries_it(work: Workload) -> None:
     tried = {run.policy for run in PlannedMemory(1024).runs(work)}
     assert tried == {"lru", "returns", "mru", "belady", "infinite"}

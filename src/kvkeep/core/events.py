@@ -38,8 +38,8 @@ __all__ = [
     "GroupsLost",
     "GroupsStored",
     "Hook",
-    "Miss",
     "Opened",
+    "PrefixMiss",
     "ResumePoint",
     "Returned",
     "Stored",
@@ -62,11 +62,11 @@ class Returned(NamedTuple):
 
 
 Cause = Literal["last token", "unseen", "differs", "evicted", "computing", "no state", "elsewhere"]
-"""Why tokens of a prompt are computed; see `Miss`."""
+"""Why tokens of a prompt are computed; see `PrefixMiss`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
+class PrefixMiss:
     """Why a prompt is computed from token ``token`` on.
 
     Attributes:
@@ -114,7 +114,7 @@ class Opened:
     forked_from: int | None = None
     stored_tokens: int | None = None
     returned: Returned | None = None
-    miss: Miss | None = None
+    miss: PrefixMiss | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

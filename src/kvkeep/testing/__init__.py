@@ -1,7 +1,7 @@
 """Test suites for plug-ins, to be subclassed by their authors.
 
     BackendTests       the contract of `kvkeep.store.backends.base`
-    PolicyTests        the contract of `kvkeep.core.eviction.base`
+    PolicyTests        the contract of `kvkeep.core.prefix.policy`
 
 A new policy is tested by this, and a new backend likewise:
 

@@ -1,24 +1,37 @@
-"""`PolicyTests`: one test for each sentence of the contract in `kvkeep.core.eviction.base`."""
+"""`PolicyTests`: one test for each sentence of the contract in `kvkeep.core.prefix.policy`."""
 
 from __future__ import annotations
 
 import random
-from itertools import islice
+from itertools import count, islice
+from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.core.cache import PagedCache
+from kvkeep.core.errors import InvalidValue, OutOfPages
 from kvkeep.core.eviction import Entry, EvictionPolicy
 
-__all__ = ["PolicyTests", "drain", "new_entry"]
+if TYPE_CHECKING:
+    from kvkeep.core.cache import Sequence
+
+__all__ = ["PolicyTests", "drain", "new_entry", "use"]
+
+_MOMENTS = count(1)
 
 
-def new_entry(policy: EvictionPolicy, size: int = 1, priority: int = 0) -> Entry:
+def use(entry: Entry) -> Entry:
+    """Count a use of an entry, as a tree does, and return it."""
+    entry.last_used = next(_MOMENTS)
+    return entry
+
+
+def new_entry(size: int = 1, priority: int = 0) -> Entry:
     """Return an entry that was just stored."""
     entry = Entry()
-    entry.size = size
-    policy.stored(entry, priority)
-    return entry
+    entry.size, entry.priority = size, priority
+    return use(entry)
 
 
 def drain(policy: EvictionPolicy) -> list[Entry]:
@@ -29,12 +42,12 @@ def drain(policy: EvictionPolicy) -> list[Entry]:
     return popped
 
 
-def _fill(policy: EvictionPolicy, count: int, size: int) -> list[Entry]:
-    """Return evictable entries, used in a random pattern."""
+def _fill(policy: EvictionPolicy, number: int, size: int) -> list[Entry]:
+    """Return entries that were added, used in a random pattern."""
     chance = random.Random(3)  # noqa: S311 - a test, not a secret
-    entries = [new_entry(policy, size, priority=chance.randrange(3)) for _ in range(count)]
+    entries = [new_entry(size, priority=chance.randrange(3)) for _ in range(number)]
     for _ in range(40):
-        policy.hit(chance.choice(entries))
+        use(chance.choice(entries)).hits += 1
     for entry in entries:
         policy.add(entry)
     return entries
@@ -55,10 +68,9 @@ class PolicyTests:
         policy = self.make_policy()
         assert policy.name
         assert policy.name in repr(policy)
-        entry = new_entry(policy)
-        assert isinstance(policy.describe(entry), str)
+        entry = new_entry()
         policy.add(entry)
-        assert isinstance(policy.describe(entry), str)
+        assert isinstance(policy.describe(entry, entry.last_used), str)
 
     def test_a_new_policy_has_no_victim(self) -> None:
         """`pop` returns None, repeatedly."""
@@ -68,71 +80,12 @@ class PolicyTests:
         assert policy.pop() is None
         assert len(policy) == 0
 
-    def test_events_have_an_order(self) -> None:
-        """``last_used`` and ``stored`` number events in order; `hit` increments ``hits``."""
-        policy = self.make_policy()
-        first, second = new_entry(policy, priority=3), new_entry(policy, priority=-1)
-        assert (first.priority, second.priority) == (3, -1)
-        assert first.stored < second.stored
-        assert first.last_used < second.last_used
-        assert first.hits == second.hits == 0
-        policy.used(first)
-        assert first.last_used > second.last_used
-        assert first.hits == 0
-        policy.hit(second)
-        assert second.last_used > first.last_used
-        assert second.hits == 1
-        assert first.stored < second.stored
-
-    def test_a_grown_entry_is_as_recent_as_its_tail(self) -> None:
-        """`grown` updates ``stored`` and ``last_used``."""
-        policy = self.make_policy()
-        first, second = new_entry(policy), new_entry(policy)
-        first.size += 2
-        policy.grown(first)
-        assert first.stored > second.stored
-        assert first.last_used > second.last_used
-        assert first.hits == 0
-
-    def test_both_parts_of_a_split_entry_keep_its_age(self) -> None:
-        """The front part of a split entry has the age and priority of the whole."""
-        policy = self.make_policy()
-        lower, upper = new_entry(policy, size=4, priority=2), Entry()
-        policy.hit(lower)
-        before = (lower.stored, lower.last_used, lower.priority)
-        upper.size, lower.size = 1, 3
-        policy.split(upper, lower)
-        assert (upper.stored, upper.last_used, upper.priority) == before
-        assert (lower.stored, lower.last_used, lower.priority) == before
-        policy.add(lower)
-        assert policy.pop() is lower
-        policy.inherit(upper, lower)
-        policy.add(upper)
-        assert policy.pop() is upper
-
-    def test_a_parent_inherits_what_used_its_child(self) -> None:
-        """A parent inherits the later use, the higher priority and the sum of hits."""
-        policy = self.make_policy()
-        for last in ("parent", "child"):
-            parent, child = new_entry(policy, priority=1), new_entry(policy, priority=1)
-            policy.hit(child)
-            policy.hit(child)
-            policy.hit(parent)
-            favoured = parent if last == "parent" else child
-            policy.used(favoured)
-            favoured.priority = 5
-            expected = max(parent.last_used, child.last_used)
-            policy.inherit(parent, child)
-            assert parent.last_used == expected
-            assert parent.priority == 5
-            assert parent.hits == 3
-
     def test_each_entry_is_popped_once(self) -> None:
         """Each added entry is popped exactly once; then there is no victim."""
         policy = self.make_policy()
-        entries = [new_entry(policy, size=1 + at % 3, priority=at % 4) for at in range(50)]
+        entries = [new_entry(size=1 + at % 3, priority=at % 4) for at in range(50)]
         for entry in entries[::2]:
-            policy.hit(entry)
+            use(entry).hits += 1
         for at, entry in enumerate(entries, 1):
             policy.add(entry)
             assert len(policy) == at
@@ -143,7 +96,7 @@ class PolicyTests:
     def test_a_discarded_entry_is_not_popped(self) -> None:
         """A discarded entry is not popped, and may be added again, repeatedly."""
         policy = self.make_policy()
-        entries = [new_entry(policy) for _ in range(20)]
+        entries = [new_entry() for _ in range(20)]
         for _ in range(3):
             for entry in entries:
                 policy.add(entry)
@@ -154,55 +107,33 @@ class PolicyTests:
             assert len(popped) == 13
             assert not {*map(id, popped)} & {*map(id, entries[::3])}
 
-    def test_an_entry_put_back_is_next(self) -> None:
-        """An entry that lost its tail is the next victim, whatever its rank was.
-
-        A policy with `portions` may choose another one after a portion.
-        """
-        policy = self.make_policy()
-        _fill(policy, 30, size=5)
-        for left in range(30, 0, -1):
-            victim = policy.pop()
-            assert victim is not None
-            assert policy.portions or policy.portion(victim) == victim.size
-            for size in (3, 1):
-                victim.size = size
-                policy.put_back(victim)
-                assert len(policy) == left
-                again = policy.pop()
-                assert again is not None
-                assert again is victim or policy.portions
-                victim = again
-        assert policy.pop() is None
-
-    def test_victims_are_evicted_in_portions(self) -> None:
-        """An index takes at least a page of a victim at a time, until all entries are evicted."""
+    def test_an_entry_put_back_goes_on(self) -> None:
+        """A tree takes at least a page of a victim at a time, until all entries are evicted."""
         policy = self.make_policy()
         entries = _fill(policy, 30, size=7)
-        total = sum(entry.size for entry in entries)
         taken = 0
         while (victim := policy.pop()) is not None:
-            portion = policy.portion(victim)
-            assert 1 <= portion <= victim.size
+            portion = policy.portion(victim, 3)
+            assert 1 <= portion <= 3
+            portion = min(portion, victim.size)
             taken += portion
-            if portion < victim.size:
-                victim.size -= portion
+            victim.size -= portion
+            if victim.size:
                 policy.put_back(victim)
-        assert taken == total
+        assert taken == 7 * len(entries)
 
     def test_an_entry_put_back_may_be_discarded(self) -> None:
         """The rest of a victim can be discarded, used and added like any other entry."""
         policy = self.make_policy()
         for priority in (0, 1):
-            policy.add(new_entry(policy, size=4, priority=priority))
+            policy.add(new_entry(size=4, priority=priority))
         victim = policy.pop()
         assert victim is not None
         victim.size = 2
         policy.put_back(victim)
         policy.discard(victim)
-        policy.hit(victim)
         assert len(policy) == 1
-        policy.add(victim)
+        policy.add(use(victim))
         assert len(drain(policy)) == 2
 
     def test_a_short_hold_keeps_the_order(self) -> None:
@@ -213,8 +144,7 @@ class PolicyTests:
             entries = _fill(policy, 30, size=2)
             for entry in entries[::4]:
                 policy.discard(entry)
-                policy.hit(entry)
-                policy.add(entry)
+                policy.add(use(entry))
             if held is not None:
                 policy.discard(entries[held])
                 policy.add(entries[held])
@@ -224,45 +154,26 @@ class PolicyTests:
         for held in range(30):
             assert order(held) == order(None), held
 
-    def test_records_may_change_while_an_entry_is_held(self) -> None:
-        """Between `discard` and `add` an entry is used, inherits, grows and is split."""
+    def test_sizes_may_change_at_any_time(self) -> None:
+        """A candidate loses its front when another prompt cuts it, and its tail when it gives."""
         policy = self.make_policy()
-        chance = random.Random(9)  # noqa: S311 - a test, not a secret
-        entries = [new_entry(policy, size=8) for _ in range(20)]
+        entries = _fill(policy, 20, size=8)
         for entry in entries:
-            policy.add(entry)
-        for _ in range(300):
-            entry = chance.choice(entries)
+            entry.size, entry.depth = 3, entry.depth + 5
+        for entry in entries[::2]:
             policy.discard(entry)
-            for step in chance.sample(range(5), 3):
-                if step == 0:
-                    policy.hit(entry)
-                elif step == 1:
-                    policy.used(entry)
-                elif step == 2:
-                    policy.inherit(entry, new_entry(policy, priority=chance.randrange(4)))
-                elif step == 3:
-                    entry.size = chance.randrange(1, 9)
-                    policy.grown(entry)
-                else:
-                    upper = Entry()
-                    upper.size = 1
-                    policy.split(upper, entry)
-            policy.add(entry)
-            assert len(policy) == 20
-        assert {id(entry) for entry in drain(policy)} == {id(entry) for entry in entries}
+        assert {id(entry) for entry in drain(policy)} == {id(entry) for entry in entries[1::2]}
 
     def test_thousands_of_entries_in_any_order(self) -> None:
         """Entries are added, discarded, popped and put back; the policy always holds the rest."""
         policy = self.make_policy()
         chance = random.Random(1)  # noqa: S311 - a test, not a secret
-        outside = [new_entry(policy, size=1 + at % 7, priority=at % 5) for at in range(3000)]
+        outside = [new_entry(size=1 + at % 7, priority=at % 5) for at in range(3000)]
         inside: dict[Entry, None] = {}
         for turn in range(20_000):
             roll = chance.random()
             if roll < 0.5 and outside:
-                entry = outside.pop(chance.randrange(len(outside)))
-                (policy.hit if roll < 0.2 else policy.used)(entry)
+                entry = use(outside.pop(chance.randrange(len(outside))))
                 policy.add(entry)
                 inside[entry] = None
             elif roll < 0.75 and inside:
@@ -288,7 +199,7 @@ class PolicyTests:
     def test_any_walk_agrees_with_a_set(self) -> None:
         """As the test before, with steps from hypothesis, which shrinks a failure to few steps."""
         steps = st.tuples(
-            st.sampled_from(["stored", "add", "add", "discard", "pop", "put_back", "hit", "used"]),
+            st.sampled_from(["new", "add", "add", "discard", "pop", "put_back"]),
             st.integers(0, 7),
         )
 
@@ -299,30 +210,61 @@ class PolicyTests:
             outside: list[Entry] = []
             inside: list[Entry] = []
             for step, number in walk:
-                if step == "stored":
-                    outside.append(new_entry(policy, size=number + 1, priority=number % 3))
+                if step == "new":
+                    outside.append(new_entry(size=number + 1, priority=number % 3))
                 elif step in {"pop", "put_back"}:
                     victim = policy.pop()
                     assert (victim is None) == (not inside)
                     if victim is not None and step == "put_back":
                         victim.size = max(1, victim.size - 1)
                         policy.put_back(victim)
-                        again = policy.pop()
-                        assert again is victim or (again is not None and policy.portions)
-                        policy.put_back(again)
                     elif victim is not None:
                         inside.remove(victim)
                         outside.append(victim)
                 elif step == "discard" and inside:
                     outside.append(inside.pop(number % len(inside)))
                     policy.discard(outside[-1])
-                elif outside and step in {"add", "hit", "used"}:
-                    entry = outside[number % len(outside)]
-                    getattr(policy, step)(entry)
-                    if step == "add":
-                        outside.remove(entry)
-                        inside.append(entry)
+                elif outside and step == "add":
+                    inside.append(use(outside.pop(number % len(outside))))
+                    policy.add(inside[-1])
                 assert len(policy) == len(inside)
             assert {*map(id, drain(policy))} == {*map(id, inside)}
 
         run()
+
+    def test_a_cache_works_with_it(self) -> None:
+        """Random requests of a small cache are served, and all that is counted agrees."""
+        chance = random.Random(5)  # noqa: S311 - a test, not a secret
+        cache = PagedCache(24, 2, eviction=self.make_policy())
+        running: list[Sequence] = []
+        for turn in range(600):
+            prompt = [chance.randrange(3) for _ in range(chance.randrange(1, 14))]
+            try:
+                if chance.random() < 0.6:
+                    running.append(cache.open(prompt, priority=chance.randrange(3)))
+                elif running:
+                    sequence = running[chance.randrange(len(running))]
+                    sequence.append(prompt[:3])
+                    sequence.copies()
+                    sequence.publish()
+            except OutOfPages:
+                pass
+            while len(running) > 3:
+                running.pop(chance.randrange(len(running))).close(keep=chance.random() < 0.9)
+            if turn % 50 == 0:
+                cache.check()
+        for sequence in running:
+            sequence.close()
+        cache.evict(24)
+        cache.check()
+        assert cache.stats().pages_used == 0
+
+    def test_it_serves_one_cache(self) -> None:
+        """Its records belong to one cache: a second one refuses it."""
+        policy = self.make_policy()
+        PagedCache(4, eviction=policy)
+        try:
+            PagedCache(4, eviction=policy)
+        except InvalidValue:
+            return
+        raise AssertionError("two caches with one policy")

@@ -19,8 +19,7 @@ from kvkeep.bench.replay.summary import doubts, gaps
 from kvkeep.bench.replay.words import amount
 from kvkeep.core.cost import TransferCost
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.eviction import POLICIES
-from kvkeep.core.eviction import policy as policy_named
+from kvkeep.core.eviction import POLICIES, Priority
 from kvkeep.core.geometry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class PlannedMemory:
         Raises `InvalidValue` for a trace from which no advice can be read.
         """
         _check_telling(workload)
-        policies = [name for name in POLICIES if policy_named(name).advised]
+        policies = [name for name in POLICIES if name != Priority.name]  # nobody gave any here
         runs = [self.of(policy) for policy in policies]
         for times in _TIMES:
             size = int(self.memory_tokens * times)

@@ -54,7 +54,7 @@ def simulate(
     begin alike and one of them is copied, ids do not tell which page the engine copied.
 
     Cost: about 100 µs per request by units; about 200 by tokens for prompts of 12,000 tokens, and
-    60 for each page of an answer with a policy that is not `by_recency`.
+    60 for each page of an answer with another policy than `lru` and `priority`.
     """
     begun = time.perf_counter()
     stage = Stage(

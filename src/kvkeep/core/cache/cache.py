@@ -32,8 +32,8 @@ from kvkeep.core.events import (
     CacheLock,
     Closed,
     Evicted,
-    Miss,
     Opened,
+    PrefixMiss,
     Returned,
     Stored,
     frozen,
@@ -100,7 +100,7 @@ class CachedPrefix:
     partial_page: int = -1
     partial_tokens: int = 0
     stored_tokens: int = 0
-    miss: Miss | None = None
+    miss: PrefixMiss | None = None
 
 
 class RemovedPages(NamedTuple):
@@ -360,7 +360,9 @@ class PagedCache:
             miss = self._why(query, match, resumed)
             if everywhere and miss.cause in {"unseen", "differs", "evicted"}:
                 other = self.misses.elsewhere(match, query.tokens, query.space)
-                miss = miss if other is None else Miss("elsewhere", miss.token, namespace=other)
+                miss = (
+                    miss if other is None else PrefixMiss("elsewhere", miss.token, namespace=other)
+                )
         if match is None:
             return CachedPrefix(0, EMPTY_PAGES, miss=miss)
         if board is None:
@@ -369,14 +371,14 @@ class PagedCache:
         pages = match.pages[: resumed // size].copy()
         return CachedPrefix(resumed, pages, stored_tokens=stored, miss=miss)
 
-    def _why(self, query: _Query, match: PrefixMatch | None, cached: int) -> Miss:
+    def _why(self, query: _Query, match: PrefixMatch | None, cached: int) -> PrefixMiss:
         """Return why a prompt, of which ``cached`` tokens need no computing, is computed."""
         last = len(query.tokens) - 1
         if cached >= last:
-            return Miss("last token", cached)
+            return PrefixMiss("last token", cached)
         stored = 0 if match is None else len(match.pages) * self.page_size
         if self.board is not None and cached < stored:
-            return Miss("no state", cached, until=self._matched(match))
+            return PrefixMiss("no state", cached, until=self._matched(match))
         return self.misses.why(match, query.symbols, query.space, self.sequences)
 
     def _open(  # noqa: PLR0915 - one path, in order
@@ -400,7 +402,7 @@ class PagedCache:
         if cached < len(tokens) - 1:
             miss = self._why(query, found, cached)  # before `hold` cuts runs
         else:
-            miss = Miss("last token", cached)
+            miss = PrefixMiss("last token", cached)
         owner = None
         if session is not None:
             owner = self.sessions.enter((query.namespace, session))
@@ -917,7 +919,7 @@ class Sequence:
         self.owner = owner  # the session that owns what this sequence publishes
         self.priority = priority
         self.num_cached = 0
-        self.miss: Miss | None = None
+        self.miss: PrefixMiss | None = None
         self.groups: SequenceGroups | None = None
         self.returned: Returned | None = None  # what the prompt continues, as far as is known
         self.watched = 0  # pages that the miss-ratio curve has seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.events import Miss
+from kvkeep.core.events import PrefixMiss
 from kvkeep.core.keys import root_key
 from kvkeep.core.prefix.node import TreeObserver
 
@@ -78,7 +78,7 @@ class Misses(TreeObserver):
         symbols: bytes | memoryview,
         space: Namespace,
         running: Container[int],
-    ) -> Miss:
+    ) -> PrefixMiss:
         """Return why a prompt is computed from behind its match on.
 
         ``symbols`` are those of the prompt but for its last token, ``space`` is the namespace in
@@ -89,17 +89,17 @@ class Misses(TreeObserver):
         token = pages * size + (0 if match is None else match.partial_tokens)
         key = bytes(symbols[pages * unit : (pages + 1) * unit])
         if match is not None and match.taken < match.end.size:
-            return Miss("differs", token, others=1)
+            return PrefixMiss("differs", token, others=1)
         place = root_key(space) if match is None else match.end.place
         there = self._at(place, key)
         if isinstance(there, int) and there in running:
-            return Miss("computing", token, sequence=there)
+            return PrefixMiss("computing", token, sequence=there)
         if isinstance(there, tuple):
             until = pages + self._pages_of(there, symbols[pages * unit :])
             at, by = there[0]
-            return Miss("evicted", token, until=until * size, at=at, by=by)
+            return PrefixMiss("evicted", token, until=until * size, at=at, by=by)
         children = 0 if match is None else len(match.end.children)
-        return Miss("differs" if children else "unseen", token, others=children)
+        return PrefixMiss("differs" if children else "unseen", token, others=children)
 
     def _at(self, place: int | bytes, key: bytes) -> Removed | int | None:
         return self._new.get((place, key)) or self._old.get((place, key))

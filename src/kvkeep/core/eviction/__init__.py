@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import choice
 from kvkeep.core.eviction.returns import ReturnAware
 from kvkeep.core.prefix.node import Entry
-from kvkeep.core.prefix.policy import LRU, AgeQueue, EvictionPolicy, Priority
+from kvkeep.core.prefix.policy import LRU, AgeQueue, EvictionPolicy, Priority, QueuePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ __all__ = [
     "Entry",
     "EvictionPolicy",
     "Priority",
+    "QueuePolicy",
     "ReturnAware",
     "policy",
 ]

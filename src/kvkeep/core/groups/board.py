@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.events import Evicted, GroupsLost, GroupsStored, ResumePoint, frozen
 from kvkeep.core.groups.stored import Checkpoint, NodeCheckpoints, TreeRows, live_pages
-from kvkeep.core.groups.units import PinnedGroups, TreeUnits
+from kvkeep.core.groups.units import TreeUnits
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
 from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvkeep.core.cache.pins import Pins
     from kvkeep.core.events import CacheLock
     from kvkeep.core.groups.stored import CheckpointKind, Rows
     from kvkeep.core.groups.tables import SequenceGroups
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.pages.tables import PageArray
-    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.node import Coverage, Node
     from kvkeep.core.prefix.tree import Tree
 
 __all__ = ["GroupBoard", "GroupCounters", "GroupStats", "check_groups"]
@@ -89,14 +88,14 @@ class GroupBoard(TreeObserver):
     """
 
     def __init__(
-        self, layout: GroupLayout, pool: PagePool, tree: Tree, lock: CacheLock, pins: Pins
+        self, layout: GroupLayout, pool: PagePool, tree: Tree, lock: CacheLock, covered: Coverage
     ) -> None:
         self.layout = layout
         self.pool = pool
         self.lock = lock
         self.reuse = True
         """False: nothing is kept for later requests."""
-        self.covered = pins.covered
+        self.covered = covered
         """The runs on paths with pins."""
         self._tree = tree
         self.units = TreeUnits(pool)
@@ -108,7 +107,6 @@ class GroupBoard(TreeObserver):
         self.counters = GroupCounters()
         self.journal = GroupJournal(layout, lock)
         tree.observe(self)
-        pins.groups = PinnedGroups(self)
 
     def available(self) -> int:
         """Return how many pages `PagePool.take` can give."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["LRU", "AgeQueue", "EvictionPolicy", "Priority"]
+__all__ = ["LRU", "AgeQueue", "EvictionPolicy", "Priority", "QueuePolicy"]
 
 Age = TypeVar("Age", float, tuple[float, float])
 
@@ -234,17 +234,22 @@ class AgeQueue(Generic[Age]):
         return old
 
 
-class LRU(EvictionPolicy):
-    """Evicts the entry that was used least recently. A use of a prompt uses all its prefixes."""
-
-    name = "lru"
+class QueuePolicy(EvictionPolicy):
+    """A policy that one number expresses: the entry with the smallest `age` is evicted first."""
 
     def __init__(self) -> None:
         self._queue = AgeQueue[float]()
         self.pop = self._queue.pop  # type: ignore[method-assign]  # a call less for each victim
 
+    @abstractmethod
+    def age(self, entry: Entry) -> float:
+        """Return what orders ``entry`` among the candidates, as it is when it becomes one.
+
+        Among equal ages, an entry that was removed and added again comes last.
+        """
+
     def add(self, entry: Entry) -> None:
-        self._queue.push(entry, entry.last_used)
+        self._queue.push(entry, self.age(entry))
 
     def discard(self, entry: Entry) -> None:
         self._queue.remove(entry)
@@ -253,10 +258,19 @@ class LRU(EvictionPolicy):
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
-        self._queue.put_back(entry, entry.last_used)
+        self._queue.put_back(entry, self.age(entry))
 
     def __len__(self) -> int:
         return len(self._queue)
+
+
+class LRU(QueuePolicy):
+    """Evicts the entry that was used least recently. A use of a prompt uses all its prefixes."""
+
+    name = "lru"
+
+    def age(self, entry: Entry) -> float:
+        return entry.last_used
 
 
 class Priority(EvictionPolicy):
