@@ -75,9 +75,9 @@ class PrefixMiss:
             - "last token": all others are cached; this one is always computed, for its logits.
             - "unseen": no prompt is known to have gone on like this.
             - "differs": ``others`` cached prompts go on here, in another way.
-            - "evicted": the KV up to token ``until``, at least, was cached. It was removed at
-              ``at``, in seconds of the cache's clock, for the reason ``by``: "pressure", "asked",
-              "dropped" or "cleared", as in `Evicted`.
+            - "evicted": the KV was cached, of a page at least. It was removed at ``at``, in seconds
+              of the cache's clock, for the reason ``by``: "pressure", "asked", "dropped" or
+              "cleared", as in `Evicted`.
             - "computing": the running sequence ``sequence`` has the same next page, and has not
               published it.
             - "no state": the KV up to token ``until`` is cached, but a window or a state is missing

@@ -200,9 +200,12 @@ class PagedCache:
         """Rows and states beside the pages; None for a plain model."""
         if self.groups is not None:
             from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - only where needed
+            from kvkeep.core.groups.units import PinnedGroups  # noqa: PLC0415 - as above
 
-            self.board = GroupBoard(self.groups, self.pool, self.tree, self.lock, self.pins)
+            covered = self.pins.covered
+            self.board = GroupBoard(self.groups, self.pool, self.tree, self.lock, covered)
             self.board.reuse = self.reuse
+            self.pins.groups = PinnedGroups(self.board)
         self.watch: PromptWatch | None = None
         """The miss-ratio curve, of a cache made with ``what_if``."""
         if what_if is not None:
@@ -412,7 +415,7 @@ class PagedCache:
         sequence.num_cached, sequence.miss = cached, miss
         key = query.symbols[hold.end * tree.unit : (hold.end + 1) * tree.unit]
         if len(key) == tree.unit:
-            self.misses.computes(hold, bytes(key), sequence.id)
+            self.misses.computes(hold, bytes(key), sequence.id, self.sequences)
         if self.told or self.watch is not None:  # before `take` evicts: they order eviction
             self._tell_opened(sequence, query, len(shared))
         table = self.pool.take(needed)

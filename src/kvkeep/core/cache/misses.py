@@ -9,17 +9,16 @@ from kvkeep.core.keys import root_key
 from kvkeep.core.prefix.node import TreeObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Collection
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix import PrefixMatch, Tree
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
 
-    Place = tuple[int | bytes, bytes]
-    # When and why a run left the tree, or the tail of one; its serial, by which those behind it are
-    # found, which were removed before; its pages:
-    Removed = tuple[tuple[float, str], int, int]
+    # What stands for a run, or a namespace; the pages up to its end; symbols of the page behind it.
+    Place = tuple[int | bytes, int, bytes]
+    Removal = tuple[float, str]  # when, and why
 
 __all__ = ["Misses"]
 
@@ -30,11 +29,13 @@ class Misses(TreeObserver):
     """Remembers runs that were removed, and prompts that are computed, by where they begin.
 
     That is the run before it, and the symbols of its first page. So a prompt that leaves the tree
-    finds in one step what was there, however paths were cut.
+    finds in one step what was there. What is forgotten counts as unseen: the oldest half once the
+    table is full, runs behind one that was removed and stored again, and, rarely, those that began
+    where runs were joined since.
 
-    Thread safety: none; under the cache's lock. Memory: about 400 bytes for each of the latest
-    65,536 at most, or as many as the cache has pages. Cost: 0.3 µs for each run that is removed and
-    each prompt that misses a page; nothing for a full hit.
+    Thread safety: none; under the cache's lock. Memory: about 300 bytes for each of the latest
+    65,536 runs at most, or as many as the cache has pages. Cost: 0.3 µs for each run that is
+    removed and each prompt that misses a page; nothing for a full hit.
     """
 
     def __init__(self, tree: Tree, num_pages: int, clock: Callable[[], float]) -> None:
@@ -43,9 +44,10 @@ class Misses(TreeObserver):
         self._clock = clock
         self._most = min(_MOST, num_pages) // 2 + 1
         # In two generations, so that the oldest half is forgotten at once.
-        self._new: dict[Place, Removed | int] = {}
-        self._old: dict[Place, Removed | int] = {}
-        self._removal = (0.0, "asked")
+        self._new: dict[Place, Removal] = {}
+        self._old: dict[Place, Removal] = {}
+        self._removal: Removal = (0.0, "asked")
+        self._computing: dict[Place, int] = {}  # sequences, of which some have ended
         tree.observe(self)
 
     def removing(self, by: str) -> None:
@@ -54,21 +56,26 @@ class Misses(TreeObserver):
         if len(self._new) > self._most:
             self._old, self._new = self._new, {}
 
-    def computes(self, node: Node, key: bytes, sequence: int) -> None:
-        """Note that a sequence computes the page with the symbols ``key`` behind ``node``."""
-        self._new[node.place, key] = sequence
-        if len(self._new) > self._most:
-            self._old, self._new = self._new, {}
+    def computes(self, node: Node, key: bytes, sequence: int, running: Collection[int]) -> None:
+        """Note that a sequence computes the page with the symbols ``key`` behind ``node``.
+
+        ``running`` has the sequences that are not closed.
+        """
+        computing, place = self._computing, (node.place, node.end, key)
+        if computing.get(place, 0) not in running:
+            computing[place] = sequence
+        if len(computing) > 2 * len(running) + 64:
+            self._computing = {at: each for at, each in computing.items() if each in running}
 
     # --- what the tree tells ---------------------------------------------------------------------
 
     def gone(self, leaf: Node, parent: Node) -> None:
         place = parent.serial if parent.end else parent.key  # written out: once per victim
-        self._new[place, leaf.key] = self._removal, leaf.serial, leaf.size
+        self._new[place, parent.end, leaf.key] = self._removal
 
     def trimmed(self, leaf: Node, keep: int) -> None:
         first = bytes(leaf.run[keep * self._unit : (keep + 1) * self._unit])
-        self._new[leaf.serial, first] = self._removal, leaf.serial, leaf.size - keep
+        self._new[leaf.serial, leaf.depth + keep, first] = self._removal
 
     # --- why -------------------------------------------------------------------------------------
 
@@ -77,7 +84,7 @@ class Misses(TreeObserver):
         match: PrefixMatch | None,
         symbols: bytes | memoryview,
         space: Namespace,
-        running: Container[int],
+        running: Collection[int],
     ) -> PrefixMiss:
         """Return why a prompt is computed from behind its match on.
 
@@ -90,33 +97,15 @@ class Misses(TreeObserver):
         key = bytes(symbols[pages * unit : (pages + 1) * unit])
         if match is not None and match.taken < match.end.size:
             return PrefixMiss("differs", token, others=1)
-        place = root_key(space) if match is None else match.end.place
-        there = self._at(place, key)
-        if isinstance(there, int) and there in running:
-            return PrefixMiss("computing", token, sequence=there)
-        if isinstance(there, tuple):
-            until = pages + self._pages_of(there, symbols[pages * unit :])
-            at, by = there[0]
-            return PrefixMiss("evicted", token, until=until * size, at=at, by=by)
+        place = (root_key(space) if match is None else match.end.place, pages, key)
+        sequence = self._computing.get(place)
+        if sequence is not None and sequence in running:
+            return PrefixMiss("computing", token, sequence=sequence)
+        removal = self._new.get(place) or self._old.get(place)
+        if removal is not None:
+            return PrefixMiss("evicted", token, at=removal[0], by=removal[1])
         children = 0 if match is None else len(match.end.children)
         return PrefixMiss("differs" if children else "unseen", token, others=children)
-
-    def _at(self, place: int | bytes, key: bytes) -> Removed | int | None:
-        return self._new.get((place, key)) or self._old.get((place, key))
-
-    def _pages_of(self, there: Removed, symbols: bytes | memoryview) -> int:
-        """Return how many pages of ``symbols`` were removed, at least.
-
-        That is all of a run that others followed, and a page of the last one.
-        """
-        unit, pages = self._unit, 0
-        while True:
-            _, serial, size = there
-            end = (pages + size) * unit
-            behind = self._at(serial, bytes(symbols[end : end + unit]))
-            if not isinstance(behind, tuple) or behind is there:
-                return pages + 1
-            pages, there = pages + size, behind
 
     def elsewhere(
         self, match: PrefixMatch | None, tokens: TokenArray, space: Namespace
