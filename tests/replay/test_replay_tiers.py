@@ -93,7 +93,7 @@ class Real:
         self.store = TieredStore(MemorySpec(MemoryBackend(front * PAGE)), specs, policy)
         self.tiers = self.store.tiers
         for tier in self.tiers:
-            tier.reading.close(1.0)
+            tier.reading.close()
             tier.reading, tier.writing = AtOnce(), AtOnce()
 
     def request(self, keys: Sequence[bytes]) -> list[int]:
