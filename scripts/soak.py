@@ -215,9 +215,7 @@ def remember_little() -> None:
         "kvkeep.serve.engine.offload.offload._MOST_TENANTS",
         "kvkeep.serve.engine.offload.writes._REMEMBERED",
         "kvkeep.observe.explain.ledger._SLACK",
-        "kvkeep.observe.usage.table._MOST_SESSIONS",
         "kvkeep.observe.usage.history._MOST_TIMES",
-        "kvkeep.store.tiers.planner._MOST_COUNTED",
     ):
         where, name = bound.rsplit(".", 1)
         module = importlib.import_module(where)

@@ -1,9 +1,10 @@
-"""What the repository keeps: sources, and nothing that a command makes."""
+"""What the repository keeps: sources, and nothing that a command makes; and programs that begin."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,10 @@ def test_nothing_that_is_ignored_is_kept() -> None:
     found = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True)
     kept = found.stdout.split("\0")[:-1]
     assert not kept, f"{len(kept)} files, the first is {kept[0]}"
+
+
+def test_the_soak_finds_the_bounds_that_it_lowers() -> None:
+    """They are private names of the library; the server of a soak begins with them."""
+    path = [str(HOME / "scripts"), str(HOME / "tests"), *sys.path]
+    program = f"import sys; sys.path[:] = {path!r}; import soak; soak.remember_little()"
+    subprocess.run([sys.executable, "-c", program], check=True)
