@@ -684,8 +684,8 @@ REACHES: dict[str, int] = {
     "kvkeep.serve.engine.attention.dense": 1,  # torch's attention that returns log-sum-exps
     "kvkeep.serve.engine.attention.batch": 1,  # _attn_implementation
     "kvkeep.serve.engine.loading": 2,  # oneDNN's packed layers
-    "kvkeep.store.identity.modules": 14,  # torch's modules, read without their hooks
-    "kvkeep.store.identity.watch": 4,
+    "kvkeep.store.identity.modules": 12,  # torch's modules, read without their hooks
+    "kvkeep.store.identity.watch": 2,
 }
 
 
