@@ -475,7 +475,7 @@ LINES: dict[str, int] = {
     "observe.explain": 2700, "observe.telemetry": 600, "observe.usage": 800, "serve": 50,
     "serve.engine": 7900, "serve.http": 1100, "serve.kv_events": 1500, "serve.messages": 800,
     "serve.models": 50, "serve.router": 4150, "serve.server": 6300, "store": 100,
-    "store.backends": 7450, "store.blocks": 1200, "store.codecs": 1850, "store.identity": 1600,
+    "store.backends": 7450, "store.blocks": 1200, "store.codecs": 1850, "store.identity": 1650,
     "store.kv": 3800, "store.tiers": 9350, "testing": 1100,
 }  # fmt: skip
 

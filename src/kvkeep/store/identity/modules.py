@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "ModuleTables",
     "PlacedModule",
-    "Tables",
     "attention_of",
     "attributes_of",
     "global_hooks",
@@ -94,7 +94,7 @@ def placed_modules(root: nn.Module) -> Iterator[PlacedModule]:
         below = above | {id(module)}
         children = [
             (name, child)
-            for name, child in Tables.of(module).children.items()
+            for name, child in ModuleTables.of(module).children.items()
             if child is not None and id(child) not in below  # a module may contain itself
         ]
         for name, child in _hidden(module):
@@ -175,7 +175,7 @@ def _digest_of(root: nn.Module, above: set[int], digests: TensorDigests) -> str:
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-class Tables(NamedTuple):
+class ModuleTables(NamedTuple):
     """The dictionaries in which torch keeps what a module has."""
 
     parameters: dict[str, Any]
@@ -185,7 +185,7 @@ class Tables(NamedTuple):
     hooks: dict[int, Any]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Tables:
+    def of(cls, module: nn.Module) -> ModuleTables:
         """Return those of a module, read without its hooks."""
         return cls(
             module._parameters,
@@ -201,7 +201,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     recomputed = _recomputed(module)
     return [
         (name, value)
-        for held in Tables.of(module)[:2]
+        for held in ModuleTables.of(module)[:2]
         for name, value in held.items()
         if value is not None and name not in recomputed
     ]
@@ -228,14 +228,14 @@ def packed_of(module: nn.Module) -> dict[str, Any]:
         return {}
     saved: dict[str, Any] = {}
     module._save_to_state_dict(saved, "", keep_vars=True)
-    parameters, buffers, *_ = Tables.of(module)
+    parameters, buffers, *_ = ModuleTables.of(module)
     held = parameters.keys() | buffers.keys()
     return {name: value for name, value in saved.items() if name not in held}
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks of the module's ``forward`` that do not come from a library."""
-    tables = Tables.of(module)
+    tables = ModuleTables.of(module)
     every = (*tables.pre_hooks.values(), *tables.hooks.values())
     return [hook for hook in every if not is_library(hook)]
 

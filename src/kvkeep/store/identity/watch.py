@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kvkeep.store.identity.modules import (
-    Tables,
+    ModuleTables,
     attention_of,
     attributes_of,
     global_hooks,
@@ -125,7 +125,7 @@ class ModelWatch:
             self._kinds.append((where, module, type(module)))
             attributes = partial(attributes_of, module)
             self._add(f"the attribute {{name!r}} of {where} was changed", vars(module), attributes)
-            tables = Tables.of(module)
+            tables = ModuleTables.of(module)
             for held in (tables.parameters, tables.buffers):
                 members = partial(_tensors_by_name, module)
                 self._add(f"a parameter or buffer of {where} was replaced", held, members)
