@@ -1,4 +1,4 @@
-"""What the repository keeps: sources, and nothing that a command makes."""
+"""What the repository keeps: sources, and nothing that a command makes; and programs that begin."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_check_judges_as_the_commands_do(file, capsys):
     """Ranges, contradictions and URLs; each mistake by its line, and nothing that is right."""
     wrong = {
         "serve": [
-            "port = 70000", "request-timeout = 'nan'", "api-key = ''",
+            "port = 70000", "request-timeout = 0", "api-key = ''",
             "max-running = 0", "load-timeout = 'inf'", "tier = ['ftp://x']", "page-size = 0",
             "block-tokens = 0", "share = ['a=-1']", "tiering = 'x'",
         ],

@@ -98,6 +98,12 @@ def test_a_default_is_told_once_and_as_it_can_be_typed(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_into_a_terminal(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, COMMANDS[name].format_help().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
     parser = COMMANDS[name]
     for action in parser._actions:
@@ -147,6 +153,7 @@ def test_a_wrong_count_size_or_time_names_its_option(name, capsys):
         ("serve --port 99999", ["99999"]),
         ("serve --host no.such.host.invalid --port 0", ["no.such.host.invalid"]),
         ("route", ["--instances"]),
+        ("route http://a:1", ["http://a:1", "kvkeep route --help"]),
         ("route --instances nonsense", ["nonsense"]),
         ("top nonsense://x", ["nonsense://x", "http://host:port"]),
         ("top {dead}", ["{dead}"]),

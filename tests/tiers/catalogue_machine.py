@@ -180,12 +180,12 @@ class Machine(RuleBasedStateMachine):
         if self.name == "lru" and self.ordered is None:
             assert gone == possible[: len(gone)]
 
-    @rule(limit=st.sampled_from([1, 2, 1000]))
-    def expire(self, limit: int) -> None:
+    @rule()
+    def expire(self) -> None:
         old = {block for block in self.known if self.expired(block)}
-        gone = self.catalogue.expired(limit)
-        assert set(gone) <= old
-        assert len(gone) == min(limit, len(old))
+        gone = self.catalogue.expired()
+        assert set(gone) == old
+        assert len(gone) == len(old)
         for block in gone:
             del self.known[block]
 

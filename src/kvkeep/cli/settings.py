@@ -41,7 +41,10 @@ class Parser(argparse.ArgumentParser):
         """As argparse; a word that is no option of this command is refused before any is read."""
         words = sys.argv[1:] if args is None else list(args)
         self._refuse_unknown(words)
-        return super().parse_known_args(words, namespace)
+        parsed, extra = super().parse_known_args(words, namespace)
+        if extra:  # here and not in argparse, which would name the help of all commands
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
+        return parsed, extra
 
     def error(self, message: str) -> NoReturn:
         """Raise `InvalidValue`; where the message names no argument, with how to list them."""

@@ -86,7 +86,8 @@ def _add_out(parser: argparse.ArgumentParser, name: str, **options: object) -> N
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a trace; `opened` uses them."""
     reading = parser.add_argument_group("reading")
-    reading.add_argument("--format", choices=FORMATS, help="format of the file (default: detected)")
+    formats = f"format of the file: {', '.join(FORMATS)} (default: detected)"
+    reading.add_argument("--format", metavar="NAME", choices=FORMATS, help=formats)
     add_option(
         reading,
         "--unit TOKENS",

@@ -63,11 +63,11 @@ class ServerSettings:
             key_in("api_key", self.api_key)
         whole("max_body_bytes", self.max_body_bytes, 1)
         whole("body_budget_bytes", self.body_budget_bytes, self.max_body_bytes)
-        for name in ("request_timeout_s", "drain_timeout_s", "flush_timeout_s"):
+        for name in ("drain_timeout_s", "flush_timeout_s"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds, 0 or more; got {seconds}")
-        for name in ("body_timeout_s", "ping_s", "step_limit_s"):
+        for name in ("request_timeout_s", "body_timeout_s", "ping_s", "step_limit_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "ModuleTables",
     "PlacedModule",
     "attention_of",
     "attributes_of",
@@ -93,7 +94,7 @@ def placed_modules(root: nn.Module) -> Iterator[PlacedModule]:
         below = above | {id(module)}
         children = [
             (name, child)
-            for name, child in module._modules.items()
+            for name, child in ModuleTables.of(module).children.items()
             if child is not None and id(child) not in below  # a module may contain itself
         ]
         for name, child in _hidden(module):
@@ -174,12 +175,33 @@ def _digest_of(root: nn.Module, above: set[int], digests: TensorDigests) -> str:
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+class ModuleTables(NamedTuple):
+    """The dictionaries in which torch keeps what a module has."""
+
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    children: dict[str, Any]
+    pre_hooks: dict[int, Any]
+    hooks: dict[int, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleTables:
+        """Return those of a module, read without its hooks."""
+        return cls(
+            module._parameters,
+            module._buffers,
+            module._modules,
+            module._forward_pre_hooks,
+            module._forward_hooks,
+        )
+
+
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the module's own parameters and buffers, by name."""
     recomputed = _recomputed(module)
     return [
         (name, value)
-        for held in (module._parameters, module._buffers)
+        for held in ModuleTables.of(module)[:2]
         for name, value in held.items()
         if value is not None and name not in recomputed
     ]
@@ -206,13 +228,15 @@ def packed_of(module: nn.Module) -> dict[str, Any]:
         return {}
     saved: dict[str, Any] = {}
     module._save_to_state_dict(saved, "", keep_vars=True)
-    held = module._parameters.keys() | module._buffers.keys()
+    parameters, buffers, *_ = ModuleTables.of(module)
+    held = parameters.keys() | buffers.keys()
     return {name: value for name, value in saved.items() if name not in held}
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks of the module's ``forward`` that do not come from a library."""
-    every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    tables = ModuleTables.of(module)
+    every = (*tables.pre_hooks.values(), *tables.hooks.values())
     return [hook for hook in every if not is_library(hook)]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from kvkeep.store.identity.modules import (
+    ModuleTables,
     attention_of,
     attributes_of,
     global_hooks,
@@ -124,11 +125,12 @@ class ModelWatch:
             self._kinds.append((where, module, type(module)))
             attributes = partial(attributes_of, module)
             self._add(f"the attribute {{name!r}} of {where} was changed", vars(module), attributes)
-            for held in (module._parameters, module._buffers):
+            tables = ModuleTables.of(module)
+            for held in (tables.parameters, tables.buffers):
                 members = partial(_tensors_by_name, module)
                 self._add(f"a parameter or buffer of {where} was replaced", held, members)
-            self._add(f"a child module of {where} was replaced", module._modules)
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            self._add(f"a child module of {where} was replaced", tables.children)
+            for hooks in (tables.pre_hooks, tables.hooks):
                 self._add(f"{where} has other hooks", hooks, _numbered(partial(hooks_of, module)))
             for own, tensor in tensors_of(module):
                 self._follow(f"{name}.{own}".lstrip("."), tensor)
