@@ -133,7 +133,7 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
+        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots",
         "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
