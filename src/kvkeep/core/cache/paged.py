@@ -135,7 +135,7 @@ class PagedCache:
             from kvkeep.core.miss_ratio import PromptWatch  # noqa: PLC0415 - only where needed
 
             sizes, groups = (self.page_size, pool.num_pages), self.groups is not None
-            self._watch = PromptWatch.of(what_if, *sizes, kv_only=groups, measured=self.reuse)
+            self._watch = PromptWatch(what_if, *sizes, kv_only=groups, measured=self.reuse)
             self._core.observe(MissRatioObserver(self._watch))
 
     def bind(self, memory: object) -> None:
