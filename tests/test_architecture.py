@@ -143,7 +143,7 @@ EXTERNAL: dict[str, set[str]] = {
     "huggingface_hub": {"integrations.loaded"},
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
-        "core.geometry.configuration",  # late, to read a configuration as it does
+        "core.geometry.huggingface",  # late, to read a configuration as it does
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
         "cli.tree",  # says which extras the command needs together
