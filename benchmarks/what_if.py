@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep import PagedCache
+from kvkeep import Namespace, PagedCache
 from kvkeep.bench.traces import generate, open_trace
 from kvkeep.core.miss_ratio import MissRatioCurve
 
@@ -58,7 +58,7 @@ def curve_of(prompts: list[Ids], sample: float, seed: int) -> tuple[list[float],
     curve = MissRatioCurve(sample, most_blocks=200_000)
     start, begun = 0, time.thread_time()
     for one in prompts:
-        curve.prompts(words[start : start + len(one)], [len(one)], [0], [True])
+        curve.add(words[start : start + len(one)], Namespace(), len(one))
         start += len(one)
     curve.settle()
     return curve.curve(CAPACITIES), time.thread_time() - begun

@@ -132,7 +132,7 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
+        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots",
         "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
@@ -142,7 +142,7 @@ EXTERNAL: dict[str, set[str]] = {
     "huggingface_hub": {"integrations.loaded"},
     "psutil": {"integrations.loaded"},  # when the process of an engine began; engines bring it
     "transformers": {
-        "core.geometry.configuration",  # late, to read a configuration as it does
+        "core.geometry.huggingface",  # late, to read a configuration as it does
         "serve.engine", "integrations",
         "cli.model",  # to quieten its progress bars
         "cli.tree",  # says which extras the command needs together

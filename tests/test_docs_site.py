@@ -276,7 +276,6 @@ def test_every_room_with_public_names_is_in_the_reference() -> None:
 _INNER = {
     "kvkeep.core.cache",
     "kvkeep.core.pages",
-    "kvkeep.core.slots",
     "kvkeep.serve.models",
     "kvkeep.cli",
     "kvkeep.store.blocks",

@@ -131,6 +131,6 @@ def test_the_cache_of_a_plain_model_has_this_shape(family: str) -> None:
     assert geometry.layers == len(cache.layers)
     for layer, held in enumerate(cache.layers):
         elements = sum(tensor[:, :, 0].numel() for tensor in (held.keys, held.values))
-        assert 2 * elements == geometry.bytes_per_token_per_layer  # bfloat16 is assumed
+        assert 2 * elements * geometry.layers == geometry.bytes_per_token  # bfloat16 is assumed
         assert held.keys.shape[1] == geometry.kv_heads
-        assert geometry.window(layer) == getattr(held, "sliding_window", None)
+        assert geometry.windows[layer] == getattr(held, "sliding_window", None)

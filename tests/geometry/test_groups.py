@@ -261,9 +261,5 @@ def test_a_hybrid_is_not_replaced_by_fields() -> None:
 
 
 def test_what_needs_one_shape_refuses_a_hybrid() -> None:
-    with pytest.raises(UnsupportedModel, match=r"bytes_per_token_per_layer needs a model with K"):
-        _ = HYBRID.bytes_per_token_per_layer
     with pytest.raises(UnsupportedModel, match="full attention in 2 and a recurrent state in 2"):
         HYBRID.pages_in("1GiB", 16)
-    with pytest.raises(UnsupportedModel, match=r"KVGeometry\.window needs"):
-        HYBRID.window(0)

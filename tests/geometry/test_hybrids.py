@@ -159,7 +159,7 @@ def test_chunks() -> None:
     layer = 2 * 8 * 128 * 2
     assert geometry.bytes_for(LONG, page_size=16) == layer * (36 * 8192 + 12 * LONG)
     assert geometry.plain
-    assert geometry.window(0) == 8192
+    assert geometry.windows[0] == 8192
     assert geometry.shard(2).groups == geometry.with_dtype("fp8").groups == geometry.groups
     assert geometry.shard(2).shard(1) == geometry
 

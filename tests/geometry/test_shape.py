@@ -34,7 +34,6 @@ DEEPSEEK_V3 = KVGeometry.mla(61, latent_dim=512, rope_dim=64)
 def test_published_figures(geometry: KVGeometry, wanted: int) -> None:
     assert geometry.bytes_per_token == wanted
     assert geometry.bytes_per_page(16) == 16 * wanted
-    assert geometry.bytes_per_token_per_layer * geometry.layers == wanted
 
 
 def test_deepseek_needs_68_6_kib_a_token() -> None:
@@ -65,16 +64,8 @@ def test_a_latent_is_stored_once_and_serves_as_value() -> None:
 def test_windows_are_recorded_and_lower_no_figure() -> None:
     slides = KVGeometry(3, 8, 128, windows=[1024, None, 1024])
     assert slides.windows == (1024, None, 1024)
-    assert slides.window(0) == 1024
-    assert slides.window(1) is None
     assert slides.bytes_per_token == KVGeometry(3, 8, 128).bytes_per_token
     assert LLAMA_8B.windows == (None,) * 32
-
-
-@pytest.mark.parametrize("layer", [-1, 32])
-def test_the_window_of_no_layer(layer: int) -> None:
-    with pytest.raises(InvalidValue, match=r"layer is .*; the model has 0 … 31"):
-        LLAMA_8B.window(layer)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from slot_requests import Clock, fill, seen
 
-from kvkeep.core.errors import IllegalStep, InvalidValue
-from kvkeep.core.slots import OutOfSlots, SlotCache
+from kvkeep.core.errors import IllegalStep, InvalidValue, OutOfSlots
+from kvkeep.core.slots import SlotCache
 
 
 def test_a_hard_pin_does_not_give_way() -> None:

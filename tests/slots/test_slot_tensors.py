@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.slots import SlotCache, SlotCopy
-from kvkeep.core.slots.tensors import copy_slot
+from kvkeep.core.slots import SlotCache, SlotCopy, copy_slot
 
 torch = pytest.importorskip("torch")
 

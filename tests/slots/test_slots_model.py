@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvkeep.core.errors import IllegalStep, NotCached
-from kvkeep.core.slots import OutOfSlots, SlotCache
+from kvkeep.core.errors import IllegalStep, NotCached, OutOfSlots
+from kvkeep.core.slots import SlotCache
 
 if TYPE_CHECKING:
     from kvkeep.core.slots import SlotLease, SlotPin

@@ -160,7 +160,7 @@ def test_sizes_below_one_at_which_lru_has_nothing_are_left_out() -> None:
 
 @pytest.mark.parametrize(("pages", "size"), [(64, 16), (16_384, 16), (10**6, 16), (99, 1024)])
 def test_a_curve_counts_pages_up_to_16_times_the_memory(pages: int, size: int) -> None:
-    curve = PromptWatch.of(0.1, size, pages).curve
+    curve = PromptWatch(0.1, size, pages).curve
     assert curve.block_tokens == size
     assert curve.most_blocks >= 16 * pages
 

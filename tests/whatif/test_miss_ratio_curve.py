@@ -25,9 +25,9 @@ def feed(curve: MissRatioCurve, prompts: list[np.ndarray], seed: int) -> None:
     """Prompts of blocks with numbers, whose keys are chance."""
     _, numbers = np.unique(np.concatenate(prompts), return_inverse=True)
     words = words_of(numbers, seed)
-    row, start = curve.row(""), 0
+    start = 0
     for one in prompts:
-        curve.prompts(words[start : start + len(one)], [len(one)], [row], [True])
+        curve.add(words[start : start + len(one)], Namespace(), len(one))
         start += len(one)
     curve.check()
 
@@ -153,10 +153,10 @@ def test_millions_of_blocks_are_bounded() -> None:
     chance = np.random.default_rng(1)
     for _ in range(40):
         words = chance.integers(0, 2**64, 50_000, dtype=np.uint64)
-        curve.prompts(words, [50_000], [0], [True])
+        curve.add(words, Namespace(), 50_000)
     huge = chance.integers(0, 2**64, 2**20, dtype=np.uint64)
     for _ in range(2):
-        curve.prompts(huge, [len(huge)], [0], [True])
+        curve.add(huge, Namespace(), len(huge))
     curve.check()
     # Only its beginning fits, and that is there the second time.
     rate = curve.hit_rate(20_000) * curve.blocks

@@ -212,7 +212,7 @@ class PagedCache:
             from kvkeep.core.miss_ratio import PromptWatch  # noqa: PLC0415 - only where needed
 
             sizes, kv_only = (self.page_size, self.num_pages), self.groups is not None
-            self.watch = PromptWatch.of(what_if, *sizes, kv_only=kv_only, measured=self.reuse)
+            self.watch = PromptWatch(what_if, *sizes, kv_only=kv_only, measured=self.reuse)
         self._memory: weakref.ref[object] | None = None  # what the pages are bound to
         self._inspector_made: Inspector | None = None
 

@@ -3,16 +3,15 @@
     shape.py          KVGeometry: bytes per token, page and sequence, what a budget holds, shards
     groups.py         LayerGroup: layers that keep the same, K and V (AttentionShape) or a state
     units.py          element types; amounts of memory and times as text: "24GiB" to bytes and back
-    configuration.py  a Hugging Face configuration, as Transformers reads it where it is installed
-    huggingface.py    a geometry from it: what each layer caches
+    huggingface.py    a geometry from a Hugging Face configuration, as Transformers reads it
 
 Needs the standard library only; Transformers is imported late, where it is installed.
 """
 
 from __future__ import annotations
 
-from kvkeep.core.geometry.configuration import download_hint
 from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry.huggingface import download_hint
 from kvkeep.core.geometry.shape import KVGeometry
 from kvkeep.core.geometry.units import (
     DTYPES,

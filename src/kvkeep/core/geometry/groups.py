@@ -52,19 +52,30 @@ class AttentionShape:
     latent_dim: int | None = None
 
     def __post_init__(self) -> None:
-        values = {
-            "kv_heads": whole("kv_heads", self.kv_heads, 1),
-            "head_dim": whole("head_dim", self.head_dim, 1),
-        }
-        if self.latent_dim is not None:
-            values["latent_dim"] = whole("latent_dim", self.latent_dim, 1)
-        value_dim = self.value_dim
-        if value_dim is None:
-            value_dim = self.head_dim if self.latent_dim is None else self.latent_dim
-        values["value_dim"] = whole("value_dim", value_dim, 1)
-        for name, value in values.items():
+        latent = self.latent_dim
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim if latent is None else latent)
+        numbers = ("kv_heads", "head_dim", *(() if latent is None else ("latent_dim",)))
+        for name in (*numbers, "value_dim"):
+            value = whole(name, getattr(self, name), 1)
             object.__setattr__(self, name, value)  # the dataclass is frozen
-        self._check_latent()
+        if latent is None:
+            return
+        if self.kv_heads != 1:
+            raise InvalidValue(
+                f"kv_heads is {self.kv_heads} with a latent; latent attention stores one vector "
+                "a token and layer, so it must be 1"
+            )
+        if latent > self.head_dim:
+            raise InvalidValue(
+                f"latent_dim is {latent} and head_dim {self.head_dim}; the stored vector begins "
+                "with the latent and cannot be shorter"
+            )
+        if self.value_dim != latent:
+            raise InvalidValue(
+                f"value_dim is {self.value_dim} with a latent of {latent}; the latent serves as "
+                "the value, so leave value_dim out"
+            )
 
     @property
     def width(self) -> int:
@@ -88,25 +99,6 @@ class AttentionShape:
             raise InvalidValue(
                 f"tp is {tp} and the model has {heads} KV heads; tp must divide the heads, or "
                 "be a multiple of them (each rank then holds one)"
-            )
-
-    def _check_latent(self) -> None:
-        if self.latent_dim is None:
-            return
-        if self.kv_heads != 1:
-            raise InvalidValue(
-                f"kv_heads is {self.kv_heads} with a latent; latent attention stores one vector "
-                "a token and layer, so it must be 1"
-            )
-        if self.latent_dim > self.head_dim:
-            raise InvalidValue(
-                f"latent_dim is {self.latent_dim} and head_dim {self.head_dim}; the stored "
-                "vector begins with the latent and cannot be shorter"
-            )
-        if self.value_dim != self.latent_dim:
-            raise InvalidValue(
-                f"value_dim is {self.value_dim} with a latent of {self.latent_dim}; the latent "
-                "serves as the value, so leave value_dim out"
             )
 
 
@@ -223,13 +215,11 @@ class LayerGroup:
         whole("grid", self.grid, 1)
         if self.span is not None:
             whole("span", self.span, 1)
-        if self.kind == "state":
-            fits = bool(self.state) and self.shape is None and self.span is None
-        else:
-            latent = self.shape is not None and self.shape.latent_dim is not None
-            fits = self.shape is not None and not self.state and latent == (self.kind == "latent")
-            spans = {"full": False, "window": True, "chunk": True}
-            fits = fits and spans.get(self.kind, self.span is not None) == (self.span is not None)
+        latent = self.shape is not None and self.shape.latent_dim is not None
+        stored = (self.shape is None, bool(self.state), latent)
+        fits = stored == (self.kind == "state", self.kind == "state", self.kind == "latent")
+        if self.kind != "latent":  # which may have a window
+            fits = fits and (self.span is not None) == (self.kind in ("window", "chunk"))
         if not fits:
             raise InvalidValue(
                 f"a group of kind {self.kind!r} has shape={self.shape}, span={self.span}, "
@@ -279,6 +269,13 @@ class LayerGroup:
         """
         kept = self.kept(whole("tokens", tokens, 0), whole("page_size", page_size, 1))
         return kept * self.bytes_per_token(dtype, tp) + self.bytes_per_state(tp)
+
+    def check_ranks(self, tp: int) -> None:
+        """Raise `InvalidValue` if ``tp`` ranks cannot share what the layers keep."""
+        if self.shape is not None:
+            self.shape.check_ranks(tp)
+        for tensor in self.state:
+            tensor.rank_shape(tp)
 
     def with_dtype(self, dtype: str) -> LayerGroup:
         """Return the group in a model of ``dtype``."""

@@ -1,24 +1,87 @@
-"""What each layer of a model caches, from its configuration: attention, a state, both or nothing.
+"""A geometry from a Hugging Face configuration: what each layer caches, or a refusal.
 
-The tests compare it with the caches that Transformers fills. What cannot be read for certain is
-refused: a geometry that is almost right makes wrong pages.
+A ``config.json`` leaves out what its family defaults to, and names the same number differently in
+each family, so the class of the family in Transformers reads it, where that is installed: this
+module is the one place that imports Transformers here, late. No code of a checkpoint runs. Without
+Transformers, and for a few families that it does not know, the written fields are read, and a
+missing one is refused by name.
+
+The tests compare what is read with the caches that Transformers fills. What cannot be read for
+certain is refused: a geometry that is almost right makes wrong pages.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import copy
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from kvkeep.core.errors import UnsupportedModel
-from kvkeep.core.geometry.configuration import ConfigSource, read_configuration
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
-from kvkeep.core.geometry.shape import KVGeometry
+from kvkeep.core.errors import InvalidValue, MissingExtra, UnsupportedModel, reason, require, told
+from kvkeep.core.geometry.groups import AttentionShape, GroupKind, LayerGroup, StateTensor
+from kvkeep.core.geometry.shape import ConfigSource, KVGeometry
+from kvkeep.core.geometry.units import DTYPES, normalise_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from types import ModuleType
 
-    from kvkeep.core.geometry.configuration import ConfigFields
+__all__ = ["download_hint", "read_geometry"]
 
-__all__ = ["read_geometry"]
+
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,95}", re.ASCII)
+# A model that computes in one byte an element does not exist: such a type is that of its weights.
+_COMPUTE: Final = "bfloat16"
+_MOST_LAYERS: Final = 10_000  # lists of their kinds are made before a size is known
+_HEADER_BYTES: Final = 100 << 20  # the most that safetensors allows
+_WEIGHTS: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NOT_GENERATING: Final = re.compile(
+    r"For(MaskedLM|\w*Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC)$"
+)
+_ENCODER_CLASSES: Final = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+_GENERATING_CLASSES: Final = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+
+# --- families that are read from the written fields alone ---------------------------------------
+
+# They store K and V, or a latent, of one shape in every layer.
+_DIVIDING: Final = {  # a head has hidden_size / num_attention_heads elements unless one is named
+    "", "gpt2", "internlm2", "llama", "minicpm", "mistral", "mixtral", "olmo2", "phi3", "plamo",
+    "qwen2", "qwen2_moe",
+}  # fmt: skip
+_NAMING: Final = {  # they name head_dim
+    "chatglm", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3",
+    "qwen3_moe",
+}  # fmt: skip
+_LATENT: Final = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+_SLIDING: Final = {"", "mistral", "mixtral", "phi3"}  # every layer slides
+# Field → the name of it in the family; "" is the ``params.json`` of Mistral.
+_NAMES: Final[dict[str, dict[str, str]]] = {
+    "": {
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "hidden_size": "dim",
+    },
+    "chatglm": {
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+    },
+    "gpt2": {
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_head",
+        "hidden_size": "n_embd",
+    },
+}
 
 # Families that no field gives away, "_text" left out, and what they keep.
 _REFUSED: Final[dict[str, str]] = {
@@ -45,7 +108,7 @@ _MARKS: Final[dict[str, str]] = {
     "compress_rates": "compressed tokens",
 }
 # Kinds of layers in configurations → ours: attention "full", "window" or "chunk", and "state".
-_KINDS: Final[dict[str, tuple[str, ...]]] = {
+_KINDS: Final[dict[str, tuple[GroupKind, ...]]] = {
     "full_attention": ("full",),
     "attention": ("full",),
     "sliding_attention": ("window",),
@@ -57,19 +120,375 @@ _KINDS: Final[dict[str, tuple[str, ...]]] = {
     "mlp": (),
     "moe": (),
 }
-_DELTA_GRID: Final = 64  # the chunk of the kernels of delta rules
+_KERNEL_CHUNK: Final = 64  # of delta rules
 _State = tuple[tuple[StateTensor, ...], int]
+
+
+class ConfigFields:
+    """The fields of a configuration, read by type; a null field counts as missing.
+
+    A field of another type raises `UnsupportedModel` with its name and value.
+    """
+
+    def __init__(self, source: object, advice: str = "") -> None:
+        self._source = source
+        self._advice = advice
+
+    @property
+    def family(self) -> str:
+        """The model type, such as "llama" or "gemma3_text"; empty if the configuration has none."""
+        return self.text("model_type")
+
+    @property
+    def base_family(self) -> str:
+        """The model type without "_text", which the text parts of multimodal models add."""
+        return self.family.removesuffix("_text")
+
+    def __contains__(self, name: str) -> bool:
+        return self.value(name) is not None
+
+    def value(self, name: str) -> Any:
+        """Return the field as it is; None if it is missing."""
+        if isinstance(self._source, Mapping):
+            return self._source.get(name)
+        return getattr(self._source, name, None)
+
+    def number(self, *names: str, least: int = 1) -> int | None:
+        """Return the first existing field of ``names``, an int of at least ``least``; else None."""
+        for name in names:
+            if (value := self.value(name)) is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise self._wrong(name, f"one whole number of at least {least} for all layers")
+                return value
+        return None
+
+    def needed(self, *names: str) -> int:
+        """Return `number`, or raise if no field exists."""
+        number = self.number(*names)
+        if number is None:
+            raise UnsupportedModel(
+                f"the configuration (model_type {self.family!r}) names no {names[0]}{self._advice}"
+            )
+        return number
+
+    def text(self, name: str) -> str:
+        """Return a text field; empty if it is missing."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(name, "text")
+        return value or ""
+
+    def texts(self, name: str) -> list[str]:
+        """Return a field that is a list of texts; empty if it is missing."""
+        value = self.value(name) or []
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, "a list of texts")
+        return list(value)
+
+    def flag(self, name: str) -> bool:
+        """Whether the field exists and is not false, zero or empty."""
+        return bool(self.value(name))
+
+    def part(self, name: str) -> ConfigFields | None:
+        """Return a nested configuration; None if it is missing."""
+        value = self.value(name)
+        return None if value is None else ConfigFields(value, self._advice)
+
+    def _wrong(self, name: str, right: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{name} is {told(self.value(name))} in the configuration; {right} is needed"
+        )
 
 
 def read_geometry(config: ConfigSource, *, dtype: str | None, tp: int) -> KVGeometry:
     """See `KVGeometry.from_config`."""
-    read = read_configuration(config)
-    _check_servable(read.text)
-    groups = [group.with_dtype(read.dtype) for group in _groups(read.text, read.layers)]
+    folder = None
+    source: object = config
+    if isinstance(config, str | os.PathLike):
+        source, folder = _read_file(Path(config))
+    elif not isinstance(config, Mapping) and not callable(getattr(config, "to_dict", None)):
+        raise InvalidValue(
+            f"config is {type(config).__name__}; a Hugging Face configuration, its dictionary, "
+            "or the path of its config.json or model directory is needed"
+        )
+    _check_layers(source)
+    try:
+        transformers = require("transformers", "transformers")
+    except MissingExtra:
+        transformers = None
+    made = None if transformers is None else _made(source, transformers)
+    whole = ConfigFields(source if made is None else made)
+    _check_generates(whole)
+    if transformers is None or made is None:
+        whole = text = _written(_dictionary(source), transformers)
+    else:
+        text = ConfigFields(_text_part(made, transformers))
+        _check_decodes(whole, text)
+    computed, notes = _dtype(whole, text, folder)
+    notes += _cache_scheme(whole, folder)
+    layers = _layers(text)
+    _check_servable(text)
+    groups = [group.with_dtype(computed) for group in _groups(text, layers)]
     if not groups:
-        raise UnsupportedModel(f"{read.text.family} has no layer that keeps anything")
-    notes = read.notes if dtype is None else ()
-    return KVGeometry.of(groups, dtype=dtype or read.dtype, tp=tp, notes=notes)
+        raise UnsupportedModel(f"{text.family} has no layer that keeps anything")
+    notes = notes if dtype is None else ()
+    return KVGeometry.of(groups, dtype=dtype or computed, tp=tp, notes=notes)
+
+
+def download_hint(path: str | os.PathLike[str]) -> str:
+    """Return the end of a message about ``path``, where no model is.
+
+    It says how to get the files if ``path`` may be a name on the hub: two parts, and nothing is
+    there. Otherwise it is empty. Uses no network.
+    """
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name) or Path(path).exists():
+        return ""
+    folder = name.partition("/")[2]
+    return (
+        f"; a local directory is needed. If {name} is a name on the Hugging Face hub, get its "
+        f"files with: hf download {name} --local-dir {folder}"
+    )
+
+
+def _check_layers(source: object) -> None:
+    """Refuse numbers of layers that no model has, in the configuration and in its parts."""
+    fields: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    usual = "num_hidden_layers"
+    names = dict.fromkeys((usual, *(others.get(usual, usual) for others in _NAMES.values())))
+    for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
+        for name in names:
+            layers = part.get(name)
+            if isinstance(layers, int) and layers > _MOST_LAYERS:
+                raise UnsupportedModel(f"{name} is {layers:,}; at most {_MOST_LAYERS:,} are read")
+
+
+def _check_generates(whole: ConfigFields) -> None:
+    if whole.flag("is_encoder_decoder"):
+        raise UnsupportedModel(
+            f"{whole.family} is an encoder-decoder, whose cross-attention keeps KV of the input "
+            "too; a decoder-only model is needed"
+        )
+    architectures = whole.texts("architectures")
+    if architectures and all(_NOT_GENERATING.search(name) for name in architectures):
+        raise UnsupportedModel(f"{', '.join(architectures)} does not generate text")
+
+
+def _dictionary(source: Any) -> Mapping[str, Any]:
+    return source if isinstance(source, Mapping) else source.to_dict()
+
+
+# --- through Transformers -------------------------------------------------------------------------
+
+
+def _made(source: object, transformers: ModuleType) -> Any:
+    """Return the configuration object of Transformers; None if it does not know the family."""
+    if isinstance(source, transformers.PretrainedConfig) and type(source).__module__.startswith(
+        "transformers."
+    ):
+        return source
+    fields = _dictionary(source)
+    family = ConfigFields(fields).family
+    if family not in transformers.CONFIG_MAPPING:
+        return None
+    try:
+        return transformers.CONFIG_MAPPING[family].from_dict(copy.deepcopy(dict(fields)))
+    except Exception as error:
+        raise _unreadable(family, error, transformers) from error
+
+
+def _text_part(config: Any, transformers: ModuleType) -> Any:
+    try:
+        return config.get_text_config(decoder=True)
+    except Exception as error:
+        raise _unreadable(config.model_type, error, transformers) from error
+
+
+def _unreadable(family: str, error: Exception, transformers: ModuleType) -> UnsupportedModel:
+    # Validators of Transformers put the cause into the last line.
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return UnsupportedModel(
+        f"Transformers {transformers.__version__} does not read this configuration of {family}: "
+        f"{lines[-1].strip()}"
+    )
+
+
+def _check_decodes(whole: ConfigFields, text: ConfigFields) -> None:
+    """Refuse families for which Transformers has no model that generates text."""
+    auto = require("transformers.models.auto.modeling_auto", "transformers")
+    families = {whole.family, text.family}
+    if not any(families & set(getattr(auto, name, ())) for name in _GENERATING_CLASSES):
+        raise UnsupportedModel(f"{whole.family} does not generate text: it keeps no KV cache")
+    encoders = {*getattr(auto, _ENCODER_CLASSES), "bert-generation"}
+    if text.family in encoders and not text.flag("is_decoder"):
+        raise UnsupportedModel(f"{text.family} is an encoder: it keeps no KV cache")
+
+
+def _layers(text: ConfigFields) -> list[ConfigFields]:
+    layers = text.needed("num_hidden_layers")
+    by_layer = text.value("per_layer_config")
+    if by_layer is None:
+        return [text] * layers
+    if isinstance(by_layer, Mapping | list | str | int | float):  # as written: nobody has read it
+        raise UnsupportedModel(
+            f"{text.family} has layers of different shapes (per_layer_config), which a newer "
+            "Transformers reads: pip install -U transformers"
+        )
+    return [ConfigFields(by_layer[layer]) for layer in range(layers)]
+
+
+# --- without Transformers -------------------------------------------------------------------------
+
+
+def _written(fields: Mapping[str, Any], transformers: ModuleType | None) -> ConfigFields:
+    """Return the fields under their usual names, or refuse what the file alone does not decide."""
+    family = ConfigFields(fields).family
+    advice = f"; {family or 'this configuration'} needs it to be written"
+    if transformers is None:
+        advice += ", or Transformers, which knows its default: pip install 'kvkeep[transformers]'"
+    if not family and "n_layers" not in fields:
+        raise UnsupportedModel("the configuration names no model_type, which says what it caches")
+    if family not in _DIVIDING | _NAMING | _LATENT:
+        raise _unknown(family, transformers)
+    names = _NAMES.get(family, {})
+    usual = dict(fields) | {name: fields.get(given) for name, given in names.items()}
+    usual.setdefault("dtype", fields.get("torch_dtype"))
+    read = ConfigFields(usual, advice)
+    if family == "plamo":
+        usual["num_key_value_heads"] = -(
+            -read.needed("num_attention_heads") // read.needed("n_shared_head")
+        )
+    if family in _LATENT or "kv_lora_rank" in read:
+        read.needed("kv_lora_rank")
+    else:
+        read.needed("num_key_value_heads")
+        _check_head_dim(read, family)
+    if read.value("use_sliding_window") is False:
+        usual["sliding_window"] = None
+    slides = read.number("sliding_window", least=0) and not read.texts("layer_types")
+    if slides and family not in _SLIDING:
+        raise UnsupportedModel(
+            f"the configuration (model_type {family!r}) has a sliding_window and names no "
+            f"layer_types{advice}"
+        )
+    return read
+
+
+def _check_head_dim(read: ConfigFields, family: str) -> None:
+    if family in _NAMING:
+        read.needed("head_dim")
+    elif "head_dim" not in read:
+        hidden, heads = read.needed("hidden_size"), read.needed("num_attention_heads")
+        if hidden % heads:
+            raise UnsupportedModel(
+                f"{heads} attention heads do not divide a hidden size of {hidden}, and the "
+                "configuration names no head_dim"
+            )
+
+
+def _unknown(family: str, transformers: ModuleType | None) -> UnsupportedModel:
+    if transformers is None:
+        return UnsupportedModel(
+            f"Transformers is not installed, which knows what a model of the family {family!r} "
+            "caches: pip install 'kvkeep[transformers]'"
+        )
+    return UnsupportedModel(
+        f"Transformers {transformers.__version__} does not know the family {family!r}, and code "
+        "that comes with a checkpoint is not run, so what it caches is not known; if every layer "
+        'caches K and V of one shape, write that as a config.json: {"model_type": "llama", '
+        '"num_hidden_layers": …, "num_attention_heads": …, "num_key_value_heads": …, '
+        '"head_dim": …}'
+    )
+
+
+# --- element types --------------------------------------------------------------------------------
+
+
+def _dtype(
+    whole: ConfigFields, text: ConfigFields, folder: Path | None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the type in which the model computes, and a note if nothing names it."""
+    for fields in (whole, text):  # in the order of Transformers and vLLM
+        if (named := fields.value("dtype")) is not None:
+            dtype = normalise_dtype(named)
+            if DTYPES[dtype] > 1:
+                return dtype, ()
+            return _COMPUTE, (
+                f"{dtype} is the type of the weights; {_COMPUTE} is assumed for K and V",
+            )
+    if folder is not None and (saved := _weights_dtype(folder)) is not None:
+        return saved, (f"the configuration names no dtype; {saved} is that of the weights",)
+    return _COMPUTE, (
+        f"the configuration names no dtype and no weights are beside it; {_COMPUTE} is assumed",
+    )
+
+
+def _cache_scheme(whole: ConfigFields, folder: Path | None) -> tuple[str, ...]:
+    """Return a note if the checkpoint asks for a quantised KV cache."""
+    quantised: Any = whole.value("quantization_config")
+    if quantised is None and folder is not None and (folder / "hf_quant_config.json").is_file():
+        quantised = _read_file(folder / "hf_quant_config.json")[0].get("quantization")
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        scheme = ConfigFields(quantised).value(name)
+        if scheme:
+            if isinstance(scheme, Mapping):
+                scheme = f"{scheme.get('num_bits')}-bit {scheme.get('type')}"
+            return (
+                f"the checkpoint asks for a KV cache of {scheme} ({name}), which vLLM follows "
+                "unless told otherwise and this size does not: for that size give the dtype, as "
+                "fp8",
+            )
+    return ()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], Path]:
+    """Return the object in a JSON file, or in the config.json of a directory, and the directory."""
+    file = path
+    try:
+        if path.is_dir():
+            file = path / "config.json"
+        content = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        hint = download_hint(path) or "; a local model directory or its config.json is needed"
+        raise UnsupportedModel(f"cannot read {file}: {reason(error)}{hint}") from error
+    try:
+        fields = json.loads(content, object_hook=_special_float)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{file} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise UnsupportedModel(f"{file} holds {type(fields).__name__}, not a configuration")
+    return fields, file.parent
+
+
+def _special_float(fields: dict[str, Any]) -> object:
+    """Return the float that Transformers saves as ``{"__float__": "Infinity"}``."""
+    text = fields.get("__float__")
+    return float(text) if len(fields) == 1 and isinstance(text, str) else fields
+
+
+def _weights_dtype(folder: Path) -> str | None:
+    """Return the element type of most of the weights in ``folder``; None if no file says it.
+
+    Reads the headers of its safetensors files. Types of one byte are those of quantised weights
+    and do not count; nor does another file, such as the pointer that Git LFS leaves.
+    """
+    elements: Counter[str] = Counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        counts: Counter[str] = Counter()
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size)) if size <= _HEADER_BYTES else {}
+            for name, tensor in header.items():
+                if name != "__metadata__" and tensor["dtype"] in _WEIGHTS:
+                    counts[_WEIGHTS[tensor["dtype"]]] += math.prod(tensor["shape"])
+        except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            continue
+        elements += counts
+    return elements.most_common(1)[0][0] if elements else None
 
 
 def _check_servable(text: ConfigFields) -> None:
@@ -91,17 +510,22 @@ def _groups(text: ConfigFields, layers: list[ConfigFields]) -> Iterator[LayerGro
             raise UnsupportedModel(f"{text.family} skips {skipped} in layer {number}")
         for kind in kinds:
             if kind == "state":
-                state, grid = read_state(layer)
+                if (reader := _STATES.get(layer.base_family)) is None:
+                    raise UnsupportedModel(
+                        f"{layer.family} has layers with a state of a form that is not known; the "
+                        f"states of these families are known: {', '.join(_STATES)}"
+                    )
+                state, grid = reader(layer)
                 yield LayerGroup("state", (number,), state=state, grid=grid)
             else:
                 yield _attention(number, kind, layer)
 
 
-def _kinds(text: ConfigFields, layers: list[ConfigFields]) -> list[tuple[str, ...]]:
+def _kinds(text: ConfigFields, layers: list[ConfigFields]) -> list[tuple[GroupKind, ...]]:
     """Return what each layer caches, as the caches of Transformers decide it."""
     types = text.texts("layer_types") or text.texts("layers_block_type")
     if not types:
-        if text.base_family in STATEFUL:
+        if text.base_family in _STATES:
             text.needed("layer_types")
         local = text.texts("attention_layers")  # GPT-Neo
         types = [_only_type(layer, number, local) for number, layer in enumerate(layers)]
@@ -126,7 +550,7 @@ def _only_type(layer: ConfigFields, number: int, local: list[str]) -> str:
     return "chunked_attention" if layer.flag("attention_chunk_size") else "full_attention"
 
 
-def _attention(number: int, kind: str, layer: ConfigFields) -> LayerGroup:
+def _attention(number: int, kind: GroupKind, layer: ConfigFields) -> LayerGroup:
     span = None
     if kind == "window":
         span = layer.needed("sliding_window", "window_size")
@@ -135,14 +559,13 @@ def _attention(number: int, kind: str, layer: ConfigFields) -> LayerGroup:
     latent_dim = layer.number("kv_lora_rank")
     if latent_dim is not None:
         width = latent_dim + layer.needed("qk_rope_head_dim")
-        return LayerGroup(
-            "latent", (number,), AttentionShape(1, width, latent_dim=latent_dim), span
-        )
+        shape = AttentionShape(1, width, latent_dim=latent_dim)
+        return LayerGroup("latent", (number,), shape, span)
     heads = _kv_heads(layer)
     if kind == "window" and layer.family == "mimo_v2_flash":
         heads *= 2  # as its model does
     shape = AttentionShape(heads, _head_dim(layer), layer.number("v_head_dim"))
-    return LayerGroup(kind, (number,), shape, span)  # type: ignore[arg-type]
+    return LayerGroup(kind, (number,), shape, span)
 
 
 def _kv_heads(layer: ConfigFields) -> int:
@@ -159,23 +582,6 @@ def _head_dim(layer: ConfigFields) -> int:
     return named or layer.needed("hidden_size") // layer.needed("num_attention_heads")
 
 
-def read_state(fields: ConfigFields) -> _State:
-    """Return the tensors of one layer's state, and its grid in tokens.
-
-    Tensors in the model's dtype are given as bfloat16; `StateTensor.with_dtype` changes them.
-
-    Raises:
-        UnsupportedModel: the shapes of this family are not known, or a field is missing.
-    """
-    reader = STATEFUL.get(fields.base_family)
-    if reader is None:
-        raise UnsupportedModel(
-            f"{fields.family} has layers with a state of a form that is not known; the states of "
-            f"these families are known: {', '.join(STATEFUL)}"
-        )
-    return reader(fields)
-
-
 def _conv(kernel: int, parts: tuple[int, ...], units: tuple[int, ...] = ()) -> StateTensor:
     return StateTensor("conv", (sum(parts), kernel), "bfloat16", 0, parts, units, follows=True)
 
@@ -185,23 +591,14 @@ def _recurrent(*shape: int) -> StateTensor:
 
 
 def _delta(fields: ConfigFields) -> _State:
-    """Gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
-    keys = fields.needed("linear_num_key_heads")
-    values = fields.needed("linear_num_value_heads")
-    key_dim, value_dim = (
-        fields.needed("linear_key_head_dim"),
-        fields.needed("linear_value_head_dim"),
-    )
+    """Delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid; with heads of one kind Kimi Linear, Bailing."""
+    keys = fields.needed("linear_num_key_heads", "linear_num_heads")
+    values = fields.needed("linear_num_value_heads", "linear_num_heads")
+    key_dim = fields.needed("linear_key_head_dim", "linear_head_dim")
+    value_dim = fields.needed("linear_value_head_dim", "linear_head_dim")
     parts = (keys * key_dim, keys * key_dim, values * value_dim)
     conv = _conv(fields.needed("linear_conv_kernel_dim"), parts, (keys, keys, values))
-    return (conv, _recurrent(values, key_dim, value_dim)), _DELTA_GRID
-
-
-def _kimi_delta(fields: ConfigFields) -> _State:
-    """Kimi's delta rule, whose keys have as many heads as its values: Kimi Linear, Bailing."""
-    heads, width = fields.needed("linear_num_heads"), fields.needed("linear_head_dim")
-    conv = _conv(fields.needed("linear_conv_kernel_dim"), 3 * (heads * width,), 3 * (heads,))
-    return (conv, _recurrent(heads, width, width)), _DELTA_GRID
+    return (conv, _recurrent(values, key_dim, value_dim)), _KERNEL_CHUNK
 
 
 def _mamba2(fields: ConfigFields) -> _State:
@@ -217,23 +614,15 @@ def _mamba2(fields: ConfigFields) -> _State:
 
 
 def _mamba(fields: ConfigFields) -> _State:
-    """Mamba: a state for each inner channel."""
-    inner = fields.needed("intermediate_size")
-    conv = _conv(fields.needed("conv_kernel"), (inner,))
-    return (conv, _recurrent(inner, fields.needed("state_size"))), 1
-
-
-def _jamba(fields: ConfigFields) -> _State:
-    inner = fields.needed("mamba_expand") * fields.needed("hidden_size")
-    conv = _conv(fields.needed("mamba_d_conv"), (inner,))
-    return (conv, _recurrent(inner, fields.needed("mamba_d_state"))), 1
-
-
-def _zamba(fields: ConfigFields) -> _State:
-    (conv, recurrent), grid = _jamba(fields)
-    heads = fields.needed("n_mamba_heads")
-    inner, size = recurrent.shape
-    return (conv, _recurrent(heads, inner // heads, size)), grid
+    """Mamba: a state for each inner channel, which heads divide in Zamba."""
+    if expand := fields.number("mamba_expand"):
+        inner = expand * fields.needed("hidden_size")
+    else:
+        inner = fields.needed("intermediate_size")
+    size = fields.needed("mamba_d_state", "state_size")
+    heads = fields.number("n_mamba_heads")
+    shape = (inner, size) if heads is None else (heads, inner // heads, size)
+    return (_conv(fields.needed("mamba_d_conv", "conv_kernel"), (inner,)), _recurrent(*shape)), 1
 
 
 def _short_conv(fields: ConfigFields) -> _State:
@@ -249,26 +638,12 @@ def _lightning(fields: ConfigFields) -> _State:
     return (StateTensor("recurrent", shape, "bfloat16", 0, follows=True),), 1
 
 
-STATEFUL: Final[dict[str, Callable[[ConfigFields], _State]]] = {
-    "qwen3_next": _delta,
-    "qwen3_5": _delta,
-    "qwen3_5_moe": _delta,
-    "olmo_hybrid": _delta,
-    "kimi_linear": _kimi_delta,
-    "bailing_hybrid": _kimi_delta,
-    "falcon_h1": _mamba2,
-    "bamba": _mamba2,
-    "granitemoehybrid": _mamba2,
-    "mamba2": _mamba2,
-    "zamba2": _mamba2,
-    "nemotron_h": _mamba2,
-    "mamba": _mamba,
-    "falcon_mamba": _mamba,
-    "jamba": _jamba,
-    "zamba": _zamba,
-    "lfm2": _short_conv,
-    "lfm2_moe": _short_conv,
-    "lfm3": _short_conv,
-    "minimax": _lightning,
+_READERS: Final[dict[Callable[[ConfigFields], _State], str]] = {
+    _delta: "qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid kimi_linear bailing_hybrid",
+    _mamba2: "falcon_h1 bamba granitemoehybrid mamba2 zamba2 nemotron_h",
+    _mamba: "mamba falcon_mamba jamba zamba",
+    _short_conv: "lfm2 lfm2_moe lfm3",
+    _lightning: "minimax",
 }
-"""How to read the state of each family, by model type without "_text"."""
+"""How to read one layer's state, for the model types without "_text"."""
+_STATES: Final = {family: reader for reader, names in _READERS.items() for family in names.split()}

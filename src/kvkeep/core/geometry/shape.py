@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, SupportsIndex
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
 from kvkeep.core.geometry.groups import AttentionShape, GroupKind, LayerGroup, merged
-from kvkeep.core.geometry.units import DTYPES, format_bytes, normalise_dtype, parse_bytes
+from kvkeep.core.geometry.units import format_bytes, normalise_dtype, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvkeep.core.geometry.configuration import ConfigSource
+__all__ = ["ConfigSource", "KVGeometry"]
 
-__all__ = ["KVGeometry"]
+
+class _ConfigObject(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+ConfigSource = _ConfigObject | Mapping[str, Any] | str | PathLike[str]
+"""A configuration: an object of Transformers, its dictionary, or a path."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -83,20 +91,23 @@ class KVGeometry:
     ) -> None:
         layers = whole("layers", layers, 1)
         shape = AttentionShape(kv_heads, head_dim, value_dim, latent_dim)
-        checked = _windows(windows, layers)
-        self._set(
-            layers=layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=normalise_dtype(dtype),
-            value_dim=shape.value_dim,
-            latent_dim=shape.latent_dim,
-            windows=checked,
-            tp=whole("tp", tp, 1),
-            groups=_plain_groups(shape, checked),
-            notes=(),
+        spans = [
+            None if span is None else whole(f"the window of layer {layer}", span, 1)
+            for layer, span in enumerate([None] * layers if windows is None else windows)
+        ]
+        if len(spans) != layers:
+            raise InvalidValue(
+                f"{len(spans)} windows are given for {layers} layers; one for each is needed, "
+                "None for full attention"
+            )
+        kinds: dict[bool, GroupKind] = {True: "full", False: "window"}
+        if latent_dim is not None:
+            kinds = {True: "latent", False: "latent"}
+        groups = (
+            LayerGroup(kinds[span is None], (layer,), shape, span)
+            for layer, span in enumerate(spans)
         )
-        shape.check_ranks(self.tp)
+        self._fill(groups, dtype, tp)
 
     @classmethod
     def of(
@@ -117,30 +128,8 @@ class KVGeometry:
             InvalidValue: there is no group, a layer has two attentions, or ``tp`` cannot divide
                 the heads.
         """
-        dtype, tp = normalise_dtype(dtype), whole("tp", tp, 1)
-        groups = merged(group.with_dtype(dtype) for group in groups)
-        attending = [layer for group in groups if group.shape for layer in group.layers]
-        layers = {layer for group in groups for layer in group.layers}
-        if not layers or len(attending) != len(set(attending)):
-            raise InvalidValue(f"groups are {groups}; each layer needs one attention or a state")
-        shapes = {group.shape for group in groups}
-        one = shapes.pop() if len(shapes) == 1 else None
-        if one is not None and layers == set(range(len(layers))):
-            spans = {layer: group.span for group in groups for layer in group.layers}
-            geometry = cls(
-                len(layers), one.kv_heads, one.head_dim, dtype, value_dim=one.value_dim,
-                latent_dim=one.latent_dim, windows=[spans[layer] for layer in sorted(layers)],
-                tp=tp,
-            )  # fmt: skip
-            # The groups also say which layers attend to chunks.
-            geometry._set(groups=groups, notes=notes)
-            return geometry
         geometry = cls.__new__(cls)
-        geometry._set(
-            layers=len(layers), kv_heads=0, head_dim=0, dtype=dtype, value_dim=0, latent_dim=None,
-            windows=(), tp=tp, groups=groups, notes=notes,
-        )  # fmt: skip
-        geometry._check_ranks()
+        geometry._fill(groups, dtype, tp, notes)
         return geometry
 
     @classmethod
@@ -216,20 +205,6 @@ class KVGeometry:
     def rope_dim(self) -> int:
         """Elements of the rotary key after the latent; 0 unless the attention is latent."""
         return 0 if self.latent_dim is None else self.head_dim - self.latent_dim
-
-    def window(self, layer: int) -> int | None:
-        """Return how many tokens a token of ``layer`` attends to, itself included; None for all."""
-        self.needs_plain("KVGeometry.window")
-        if not 0 <= layer < self.layers:
-            raise InvalidValue(f"layer is {layer}; the model has 0 … {self.layers - 1}")
-        return self.windows[layer]
-
-    @property
-    def bytes_per_token_per_layer(self) -> int:
-        """Bytes of one token's K and V (or latent) in one layer of one rank; the model is plain."""
-        self.needs_plain("KVGeometry.bytes_per_token_per_layer")
-        stored = self.head_dim if self.latent_dim is not None else self.head_dim + self.value_dim
-        return self.rank_heads * stored * DTYPES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
@@ -313,40 +288,31 @@ class KVGeometry:
         shown = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr]
         return f"KVGeometry({', '.join(shown)})"
 
-    def _set(self, **values: object) -> None:
+    def _fill(
+        self, groups: Iterable[LayerGroup], dtype: str, tp: int, notes: tuple[str, ...] = ()
+    ) -> None:
+        dtype, tp = normalise_dtype(dtype), whole("tp", tp, 1)
+        groups = merged(group.with_dtype(dtype) for group in groups)
+        attending = [layer for group in groups if group.shape for layer in group.layers]
+        spans = {layer: group.span for group in groups for layer in group.layers}
+        if not spans or len(attending) != len(set(attending)):
+            raise InvalidValue(f"groups are {groups}; each layer needs one attention or a state")
+        for group in groups:
+            group.check_ranks(tp)
+        shape = groups[0].shape
+        if any(group.shape != shape for group in groups) or max(spans) >= len(spans):
+            shape = None  # not plain: layers differ, or some store nothing
+        values = {
+            "layers": len(spans),
+            "kv_heads": shape.kv_heads if shape else 0,
+            "head_dim": shape.head_dim if shape else 0,
+            "dtype": dtype,
+            "value_dim": shape.value_dim if shape else 0,
+            "latent_dim": shape.latent_dim if shape else None,
+            "windows": tuple(spans[layer] for layer in sorted(spans)) if shape else (),
+            "tp": tp,
+            "groups": groups,
+            "notes": notes,
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
-
-    def _check_ranks(self) -> None:
-        for group in self.groups:
-            if group.shape is not None:
-                group.shape.check_ranks(self.tp)
-            for tensor in group.state:
-                tensor.rank_shape(self.tp)
-
-
-def _plain_groups(shape: AttentionShape, windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
-    layers: dict[int | None, list[int]] = {}
-    for layer, span in enumerate(windows):
-        layers.setdefault(span, []).append(layer)
-    kinds: dict[bool, GroupKind] = {True: "full", False: "window"}
-    if shape.latent_dim is not None:
-        kinds = {True: "latent", False: "latent"}
-    return tuple(
-        LayerGroup(kinds[span is None], tuple(found), shape, span) for span, found in layers.items()
-    )
-
-
-def _windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    if windows is None:
-        return (None,) * layers
-    checked = tuple(
-        None if window is None else whole(f"the window of layer {layer}", window, 1)
-        for layer, window in enumerate(windows)
-    )
-    if len(checked) != layers:
-        raise InvalidValue(
-            f"{len(checked)} windows are given for {layers} layers; one for each is needed, "
-            "None for full attention"
-        )
-    return checked

@@ -52,14 +52,7 @@ _BYTES: Final[dict[str, int]] = {
     **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
     **{unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti", "pi", "ei"), 1)},
 }
-_AMBIGUOUS: Final = (
-    "k",
-    "m",
-    "g",
-    "t",
-    "p",
-    "e",
-)  # powers of 1000 to some tools, of 1024 to others
+_AMBIGUOUS: Final = frozenset("kmgtpe")  # powers of 1000 to some tools, of 1024 to others
 # Thirty digits exceed any memory, and are few enough for int().
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
 
@@ -104,20 +97,20 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     if not isinstance(amount, str):
         return whole("an amount of bytes", amount, 0)
     match = _AMOUNT.fullmatch(amount.strip())
-    unit = _BYTES.get(match[2].lower()) if match else None
-    if match is not None and match[2].lower() in _AMBIGUOUS:
-        number, letter = match[1], match[2].upper()
+    number, unit = match.groups() if match else ("0", "no unit")
+    if unit.lower() in _AMBIGUOUS:
+        letter = unit.upper()
         raise InvalidValue(
             f"{told(amount)} is no amount of memory: {letter} has two meanings; write "
             f"{number}{letter}iB for powers of 1024, or {number}{letter}B for powers of 1000"
         )
-    if match is None or unit is None:
+    if unit.lower() not in _BYTES:
         raise InvalidValue(
             f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "
             "TiB (powers of 1024), kB, MB, GB, TB (powers of 1000), in upper or lower case, as "
             "24GiB or 1.5TB; or plain bytes"
         )
-    return int(Fraction(match[1]) * unit)
+    return int(Fraction(number) * _BYTES[unit.lower()])
 
 
 def parse_count(amount: str | SupportsIndex) -> int:
