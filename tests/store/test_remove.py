@@ -496,7 +496,7 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
         seen: set[str] = set()
         faults: list[BaseException] = []
         blocks = store._names_of(None).full(np.array(LONG, np.int32))
-        sizes = store._form.sizes([SIZE] * len(blocks))
+        sizes = store._whole._form.sizes([SIZE] * len(blocks))
         rows = {
             name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))
         }
@@ -541,8 +541,8 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
 
 def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
     """A block's bytes as they lie in a tier."""
-    raw = bytearray(store._form.raw_bytes(len(rows)))
-    store._form.write(given(GQA, rows), memoryview(raw), len(rows))
+    raw = bytearray(store._whole._form.raw_bytes(len(rows)))
+    store._whole._form.write(given(GQA, rows), memoryview(raw), len(rows))
     return bytes(raw)
 
 

@@ -84,7 +84,7 @@ def test_why_covers_a_tail_whose_state_is_gone() -> None:
         for n in (8, 11):
             put(store, n)
         prompt = PromptBlocks(np.array(TEXT, np.int32), 0, store._names.of(None))
-        names = PositionNames(store._form, prompt)
+        names = PositionNames(store._snapshots._forms, prompt)
         store._tiered.remove([names.state(11)])
         assert store.lookup(TEXT[:11]).tokens == 8
         (miss,) = store.why(TEXT[:11], 8)

@@ -174,7 +174,7 @@ def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
             break
     assert store.flush(0.0) in {True, False}
     assert tiers[0].breaker.opened == 0, "tier 1 is well"
-    until(lambda: tiers[0].writing.unfinished == 0)
+    assert tiers[0].writing.wait(LONG)
     for number in there(tiers[0]):
         assert get(store, [number]) == 1
     assert tiers[0].counters.demotions_dropped > 0

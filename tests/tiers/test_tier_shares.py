@@ -150,7 +150,7 @@ def walk(machine: SharesMachine, chance: random.Random) -> None:
         (2, lambda: machine.unpin(some)),
         (3, lambda: machine.forget(some[0])),
         (2, lambda: machine.fill(listed[chance.randrange(2) * len(listed) // 2 :] + more)),
-        (2, lambda: machine.expire(chance.choice([1, 1000]))),
+        (2, machine.expire),
         (4, lambda: machine.announce(space, chance.choice(NAMES))),
         (1, lambda: machine.set_quota(space, chance.randrange(1, 30))),
     ]
