@@ -133,8 +133,7 @@ BASE_OF = {
 EXTERNAL: dict[str, set[str]] = {
     "numpy": {""},  # everybody
     "torch": {
-        "core.pages.tensors", "core.pages.prepared", "core.pages.device", "core.slots.tensors",
-        "core.groups.tensors",
+        "core.pages.tensors", "core.slots.tensors", "core.groups.tensors",
         "store.kv", "store.identity", "store.codecs", "serve.engine", "integrations",
     },
     "vllm": {"integrations.vllm", "integrations.vllm_plugin"},
