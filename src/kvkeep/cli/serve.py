@@ -21,7 +21,7 @@ from kvkeep.cli.tiers import cache_folder, default_tiers, open_default_store, op
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import read_prefixes
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.observe import telemetry
 
