@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvkeep import InvalidValue
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import read_prefixes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ PREFILL = PrefillCost(seconds_per_token=1e-4, name="a model")
 def learned() -> CostModel:
     model = CostModel(PREFILL, reads={"file": TransferCost(seconds_per_byte=1e-9)}, model="m1")
     for _ in range(20):
-        with model.reading("s3").transfer(1 << 20):
-            pass
+        model.reading("s3").begin()
+        model.reading("s3").end(1 << 20)
         model.prefill.observe([(0, 1000)], 0.2)
     model.writing("file")  # asked for, and nothing is known
     return model
@@ -41,7 +41,7 @@ def test_a_file_holds_all_that_was_learned(tmp_path):
 
 def test_a_file_of_prefill_alone_is_a_seed(tmp_path):
     path = tmp_path / "cost.json"
-    PREFILL.write(path, measured=[])
+    PREFILL.write(path)
     assert CostModel.read(path).prefill.prefill_s(0, 10) == pytest.approx(1e-3)
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kvkeep.core.cost import CostFile, CostModel, OtherCostVersion, PrefillCost, TransferCost
+from kvkeep.core.cost import CostModel, OtherCostVersion, PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 
 
@@ -25,27 +25,29 @@ def learned():
     return cost
 
 
+def saved(path, model="m", **options):
+    with CostModel.saved(path, model, **options) as cost:
+        return cost
+
+
 def test_what_was_learned_is_there_again(tmp_path):
     path = tmp_path / "cost.json"
     learned().write(path)
-    file = CostFile.open(path, "a model")
-    assert file.cost.model == "a model"  # the file had none: a seed
-    assert file.cost.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
-    assert file.cost.prefill.cost.kv_bytes_per_token == 512
-    file.close()
-    file.close()
-    again = CostFile.open(path, "a model")
-    assert again.cost.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
-    assert again.cost.reads()["file"].seconds(1 << 20) == pytest.approx(0.002048, rel=0.05)
-    again.close()
+    cost = saved(path, "a model")
+    assert cost.model == "a model"  # the file had none: a seed
+    assert cost.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
+    assert cost.prefill.cost.kv_bytes_per_token == 512
+    again = saved(path, "a model")
+    assert again.prefill.prefill_s(0, 1_000) == pytest.approx(2.02, rel=0.05)
+    assert again.reads()["file"].seconds(1 << 20) == pytest.approx(0.002048, rel=0.05)
     assert os.listdir(tmp_path) == ["cost.json"]
 
 
 def test_costs_of_another_model_are_refused(tmp_path):
     path = tmp_path / "cost.json"
-    CostFile.open(path, "one").close()
+    saved(path, "one")
     with pytest.raises(InvalidValue, match=r"costs of 'one', and this is 'other': name another"):
-        CostFile.open(path, "other")
+        saved(path, "other")
     assert json.loads(path.read_text())["model"] == "one"
 
 
@@ -56,13 +58,12 @@ def test_damaged_files(tmp_path, caplog, text):
     path = tmp_path / "cost.json"
     path.write_text(text)
     with pytest.raises(InvalidValue, match=r"cost\.json"):
-        CostFile.open(path, "m")
+        saved(path)
     assert path.read_text() == text
     with caplog.at_level(logging.WARNING):
-        file = CostFile.begin(path, "m")
+        cost = saved(path, strict=False)
     assert "learned anew" in caplog.text
-    assert not file.cost.prefill.known
-    file.close()
+    assert not cost.prefill.known
     assert json.loads(path.read_text()) == {"kvkeep_cost": 1, "model": "m", "tiers": {}}
 
 
@@ -71,9 +72,9 @@ def test_a_file_of_another_version_stays_as_it_is(tmp_path, caplog):
     text = '{"kvkeep_cost": 9, "model": "m", "tiers": {}}'
     path.write_text(text)
     with pytest.raises(OtherCostVersion, match=r"cost\.json: kvkeep_cost is 9; 1 is needed"):
-        CostFile.open(path, "m")
+        saved(path)
     with caplog.at_level(logging.WARNING):
-        assert CostFile.begin(path, "m") is None
+        assert not saved(path, strict=False).prefill.known
     assert "costs are not kept" in caplog.text
     assert "kvkeep_cost is 9; 1 is needed" in caplog.text
     assert path.read_text() == text
@@ -81,38 +82,40 @@ def test_a_file_of_another_version_stays_as_it_is(tmp_path, caplog):
 
 def test_folders(tmp_path, caplog):
     with pytest.raises(InvalidValue, match="there is no folder"):
-        CostFile.open(tmp_path / "none" / "cost.json", "m")
-    file = CostFile.begin(tmp_path / "none" / "deep" / "cost.json", "m")
-    file.close()
+        saved(tmp_path / "none" / "cost.json")
+    saved(tmp_path / "none" / "deep" / "cost.json", strict=False)
     assert (tmp_path / "none" / "deep" / "cost.json").exists()
     (tmp_path / "file").write_text("")
-    assert CostFile.begin(tmp_path / "file" / "cost.json", "m") is None
+    assert not saved(tmp_path / "file" / "cost.json", strict=False).prefill.known
     assert "costs are not kept" in caplog.text
 
 
 def test_a_place_that_goes_away_is_a_warning(tmp_path, caplog):
-    file = CostFile.begin(tmp_path / "costs" / "cost.json", "m")
-    (tmp_path / "costs").rmdir()
-    file.save()
-    file.save()
-    assert file.failed == 2
-    assert caplog.text.count("costs are not kept") == 1
-    (tmp_path / "costs").mkdir()
-    file.close()
-    assert (tmp_path / "costs" / "cost.json").exists()
+    path = tmp_path / "costs" / "cost.json"
+    with CostModel.saved(path, "m", strict=False, every_s=0.001):
+        until(path.exists)
+        path.parent.rename(tmp_path / "gone")
+        until(lambda: "costs are not kept" in caplog.text)
+        time.sleep(0.02)
+        assert caplog.text.count("costs are not kept") == 1
+        path.parent.mkdir()
+    assert path.exists()
 
 
 def test_it_is_written_now_and_then_and_never_by_halves(tmp_path):
     path = tmp_path / "cost.json"
-    file = CostFile.open(path, "m", every_s=0.001)
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < end
-    for number in range(200):
-        file.cost.prefill.observe([(0, 10 + number)], 0.1 + number / 100)
-        CostModel.read(path)
-    file.close()
+    with CostModel.saved(path, "m", every_s=0.001) as cost:
+        until(path.exists)
+        for number in range(200):
+            cost.prefill.observe([(0, 10 + number)], 0.1 + number / 100)
+            CostModel.read(path)
     assert CostModel.read(path).prefill.prefill_s(0, 100) == pytest.approx(
-        file.cost.prefill.prefill_s(0, 100), rel=1e-3
+        cost.prefill.prefill_s(0, 100), rel=1e-3
     )
     assert not any(one.name == "kvkeep costs" for one in threading.enumerate())
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end

@@ -23,13 +23,13 @@ import torch
 
 from kvkeep.bench.traces import open_trace
 from kvkeep.cli import main
-from kvkeep.core.config_file import ConfigFile
+from kvkeep.cli.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.extras import as_extras
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import read_prefixes
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import decode, encode, salt_digest
 from kvkeep.store import KVStore

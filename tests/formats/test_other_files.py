@@ -17,9 +17,9 @@ from test_every_format import NEWEST
 from kvkeep import InvalidValue
 from kvkeep.bench.traces import open_trace
 from kvkeep.cli import main
-from kvkeep.core.config_file import ConfigFile
+from kvkeep.cli.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import read_prefixes
 from kvkeep.serve.kv_events.wire import decode
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 
 from kvkeep.core.errors import InvalidValue  # noqa: E402 - after the skip
 from kvkeep.core.geometry import KVGeometry  # noqa: E402
-from kvkeep.core.pages import prepared  # noqa: E402
 from kvkeep.core.pages.tensors import PagedTensors  # noqa: E402
 
 GEOMETRIES = {
@@ -65,17 +64,17 @@ def test_gathers_that_were_prepared_before_the_scratch_grew(memory):
         assert_gathers(memory, gather, pages)
 
 
-def test_memory_is_used_again_and_never_more_than_a_bound(memory, monkeypatch):
+def test_memory_is_used_again_and_never_more_than_a_bound(memory):
     scratch = memory.scratch()
     first = memory.prepare_gather([1, 2, 3], scratch)
     second = memory.prepare_gather([6, 5], scratch)
     assert first.keys.data_ptr() == second.keys.data_ptr()
-    kept = scratch.nbytes
-    assert kept == 3 * memory.page_bytes // memory.geometry.layers
-    monkeypatch.setattr(prepared, "_KEPT", kept)
-    large = memory.prepare_gather([1, 2, 3, 4], scratch)
-    assert scratch.nbytes == kept
-    assert_gathers(memory, large, [1, 2, 3, 4])
+    layer_bytes = memory.page_bytes // memory.geometry.layers
+    assert scratch.nbytes == 3 * layer_bytes
+    many = [1, 2, 3, 4] * ((64 << 20) // layer_bytes // 4 + 1)
+    large = memory.prepare_gather(many, scratch)
+    assert scratch.nbytes == 3 * layer_bytes
+    assert_gathers(memory, large, many)
 
 
 def test_scratch_made_in_inference_mode_can_be_used_outside_of_it(memory):

@@ -293,13 +293,29 @@ def test_copies_are_made_in_order(layout: Layout, batched: bool, device: str) ->
     assert torch.equal(contents(memory), before[[3, 0, 0, 0, 3]])
 
 
-def test_nothing_is_written_when_one_of_many_copies_is_wrong(layout: Layout) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.just(2)), max_size=20))
+def test_copies_in_one_kernel_are_those_in_order(copies: list[tuple[int, int, int]]) -> None:
+    memory = PagedTensors(GEOMETRIES["mqa"], 6, 2)
+    memory._batched = True
+    fill(memory)
+    pages = list(contents(memory))
+    memory.copy([PageCopy(*map(np.int32, copy)) for copy in copies])
+    for src, dst, _ in copies:
+        pages[dst] = pages[src]
+    assert torch.equal(contents(memory), torch.stack(pages))
+
+
+WRONG_COPIES = [(0, 4, 1), (4, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 1, 0), (0, 1, 5), (0, 1, -1)]
+WRONG_COPIES += [(0, 1), (0, 1, 2, 3), (0.0, 1, 2), (0, 1, 2.0), ("0", 1, 2), None, 7, (None, 1, 2)]
+
+
+@pytest.mark.parametrize("wrong", WRONG_COPIES)
+def test_nothing_is_written_when_one_of_many_copies_is_wrong(layout: Layout, wrong: Any) -> None:
     memory = PagedTensors(GEOMETRIES["gqa"], 4, 4, layout=layout)
     fill(memory)
     before = contents(memory)
-    for wrong in [(0, 4, 4), (-1, 1, 4), (0, 1, 5), (0, 1, 0)]:
-        with pytest.raises(InvalidValue, match="is no copy here"):
-            memory.copy([(0, 1, 4), wrong])
+    with pytest.raises(InvalidValue, match=r"is no copy here; .* two pages of 0 … 3 and 1 … 4"):
+        memory.copy([(0, 1, 4), wrong])
     assert torch.equal(contents(memory), before)
 
 

@@ -20,8 +20,7 @@ from urllib.parse import urlencode, urlsplit
 
 from kvkeep.cli.arguments import add_path, add_seconds
 from kvkeep.cli.drawing import visible
-from kvkeep.core.config_file import key_in
-from kvkeep.core.errors import InvalidValue, reason
+from kvkeep.core.errors import InvalidValue, key_in, reason
 
 if TYPE_CHECKING:
     import argparse

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.cli.arguments import add_json
+from kvkeep.cli.config_file import ConfigFile
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.settings import ConfigParser, file_values
-from kvkeep.core.config_file import ConfigFile
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvkeep.cli.arguments import Commands
-    from kvkeep.core.config_file import FileValue
+    from kvkeep.cli.config_file import FileValue
 
 __all__ = ["add_parser", "run"]
 

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
-from kvkeep.core.config_file import ConfigFile
+from kvkeep.cli.config_file import ConfigFile
 from kvkeep.core.errors import BackendFailed, InvalidValue, KVKeepError, reason, told
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES

@@ -23,8 +23,7 @@ from kvkeep.cli.serve_options import (
     allowed_hosts,
 )
 from kvkeep.core.errors import InvalidValue, require
-from kvkeep.core.prefix_file import NoTokenizer, read_prefixes
-from kvkeep.core.public import PublicPrefixes
+from kvkeep.core.public import NoTokenizer, PublicPrefixes, read_prefixes
 
 if TYPE_CHECKING:
     import argparse

@@ -18,10 +18,10 @@ from kvkeep.cli.client import KEY_VARIABLE, api_key
 from kvkeep.cli.model import choose_threads, load
 from kvkeep.cli.serve_options import add_options, allowed_hosts, eviction_of, weights_of
 from kvkeep.cli.tiers import cache_folder, default_tiers, open_default_store, open_store
-from kvkeep.core.cost import CostFile
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry.units import format_bytes
-from kvkeep.core.prefix_file import read_prefixes
+from kvkeep.core.public import read_prefixes
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.observe import telemetry
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import argparse
     import socket
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from kvkeep.bench.traces import Capture
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "kept_costs", "run"]
 
-_EVERY_S = 300.0
-
 
 def _model_on(runner: Runner) -> str:
     """Return the name of a model on a device, by which its costs are told from others."""
@@ -53,32 +52,24 @@ def _model_on(runner: Runner) -> str:
     return f"{runner.identity} on {device_name(runner.device)}"
 
 
-@contextmanager
 def kept_costs(
     path: Path | None, runner: Runner, tiers: Sequence[str]
-) -> Iterator[CostFile | None]:
-    """Open the file of costs, and write it at the end.
+) -> AbstractContextManager[CostModel]:
+    """Return the costs, which are in a file, and written to it at the end.
 
-    Without ``path`` it is in the user's cache, by model, device and tiers; None if it cannot be
-    there. Raises `InvalidValue` for a ``path`` with costs of another model, or with none.
+    Without ``path`` it is in the user's cache, by model, device and tiers, if it can be there.
+    Raises `InvalidValue` for a ``path`` with costs of another model, or with none.
     """
     model = _model_on(runner)
     if path is not None:
-        file: CostFile | None = CostFile.open(path, model, every_s=_EVERY_S)
-    else:
-        named = json.dumps([model, list(tiers)]).encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(named, digest_size=16).hexdigest()
-        try:
-            folder = cache_folder().parent / "costs"
-        except RuntimeError:  # there is no home
-            yield None
-            return
-        file = CostFile.begin(folder / f"{digest}.json", model, every_s=_EVERY_S)
+        return CostModel.saved(path, model)
+    named = json.dumps([model, list(tiers)]).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(named, digest_size=16).hexdigest()
     try:
-        yield file
-    finally:
-        if file is not None:
-            file.close()
+        folder = cache_folder().parent / "costs"
+    except RuntimeError:  # there is no home
+        return nullcontext(CostModel(model=model))
+    return CostModel.saved(folder / f"{digest}.json", model, strict=False)
 
 
 _SAMPLED_BLOCKS = 0.1  # share of the blocks that estimate the hit rate of other pool sizes
@@ -152,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
         cache.public.declare(*public)
         with (
             _publisher(args, cache) as publisher,
-            kept_costs(args.cost, runner, _tiers(args)) as costs,
-            _store(args, runner, settings.name, costs) or nullcontext() as store,
+            kept_costs(args.cost, runner, _tiers(args)) as cost,
+            _store(args, runner, settings.name, cost) or nullcontext() as store,
             _capture(args, cache, settings.name) as capture,
             _tracing() as tracing,
         ):
@@ -168,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
                 ),
                 store=store,
                 load_timeout=args.load_timeout,
-                cost=None if costs is None else costs.cost,
+                cost=cost,
             )
             announce = partial(_announce, engine, settings, url_of(bound), publisher)
             app = create_app(
@@ -234,12 +225,9 @@ def _tracing() -> Iterator[Tracing | None]:
             tracing.close()
 
 
-def _store(
-    args: argparse.Namespace, runner: Runner, name: str, costs: CostFile | None
-) -> KVStore | None:
+def _store(args: argparse.Namespace, runner: Runner, name: str, cost: CostModel) -> KVStore | None:
     if not _tiers(args):
         return None
-    cost = None if costs is None else costs.cost
     if args.tier:
         return open_store(
             args, runner, name=name, tiers=args.tier, shares=weights_of(args), cost=cost

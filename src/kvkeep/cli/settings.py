@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvkeep.cli.arguments import add_path
-from kvkeep.core.config_file import ConfigFile, masked
+from kvkeep.cli.config_file import ConfigFile, masked
 from kvkeep.core.errors import InvalidValue, did_you_mean, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvkeep.core.config_file import FileValue
+    from kvkeep.cli.config_file import FileValue
 
 __all__ = ["CONFIG_VARIABLE", "ConfigParser", "Parser", "Setting", "chosen_file", "file_values"]
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 T = TypeVar("T")
+_MOST_OF_A_KEY = 4096  # characters
 
 __all__ = [
     "BackendFailed",
@@ -46,6 +47,7 @@ __all__ = [
     "check_type",
     "choice",
     "did_you_mean",
+    "key_in",
     "listed",
     "number",
     "reason",
@@ -243,6 +245,20 @@ def listed(name: str, values: object, needed: str) -> list[Any]:
         except Exception as error:  # noqa: BLE001 - a stranger's iterator
             cause = error
     raise InvalidValue(f"{name} is {told(values)}; {needed} are needed") from cause
+
+
+def key_in(where: str, text: str) -> str:
+    """Return the API key in ``text``, without the blanks around it; ``where`` it is from.
+
+    Raises `InvalidValue` for a text that is none: an empty key would let everybody in.
+    """
+    key = text.strip()
+    if not key or len(key) > _MOST_OF_A_KEY or not (key.isascii() and key.isprintable()):
+        raise InvalidValue(
+            f"{where} holds no API key: a key is one line of printable ASCII; without a key, leave "
+            "it out"
+        )
+    return key
 
 
 def choice(kind: str, name: object, choices: Mapping[str, T]) -> T:

@@ -19,17 +19,19 @@ nothing of a prompt but that it began with a declared row.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvkeep.core.errors import InvalidValue, listed
+from kvkeep.core.errors import InvalidValue, listed, reason
 from kvkeep.core.extras import Extra
 from kvkeep.core.keys import Namespace, root_key
-from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
+from kvkeep.core.tokens import TOKEN_BYTES, as_tokens, common_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from kvkeep.core.extras import Extras
     from kvkeep.core.tokens import TokenArray, TokensLike
@@ -38,9 +40,12 @@ __all__ = [
     "FOLDED",
     "SALT_MARK",
     "SCOPE",
+    "NoTokenizer",
     "Placed",
+    "PrefixTokenizer",
     "PublicPrefixes",
     "public_namespace",
+    "read_prefixes",
     "salt_of",
 ]
 
@@ -52,6 +57,7 @@ SCOPE = "public"
 """`Namespace.scope` of the KV that all tenants share."""
 _MOST_ROWS = 4096
 _MOST_TOKENS = 1 << 24
+_MOST_BYTES = 1 << 28  # of a file
 _PERSON = b"kvkeep tenant 1\n"
 
 
@@ -95,8 +101,7 @@ class PublicPrefixes:
         known = dict.fromkeys(self._rows)
         for row in rows:
             tokens = as_tokens(row)
-            if not len(tokens):
-                raise InvalidValue("a public prefix has at least one token, got none")
+            _check_row(tokens)
             known[tokens.tobytes()] = None
         if len(known) > _MOST_ROWS or sum(map(len, known)) > _MOST_TOKENS * TOKEN_BYTES:
             raise InvalidValue(
@@ -177,6 +182,11 @@ class PublicPrefixes:
         return f"<PublicPrefixes, {len(self)} rows with {tokens} tokens>"
 
 
+def _check_row(row: TokenArray) -> None:
+    if not len(row):
+        raise InvalidValue("a public prefix has at least one token, got none")
+
+
 @lru_cache(maxsize=1024)
 def public_namespace(namespace: Namespace) -> Namespace:
     """Return the namespace of the KV that ``namespace`` shares with other tenants.
@@ -194,3 +204,73 @@ def salt_of(namespace: Namespace) -> bytes:
     the digest that is another tenant's salt.
     """
     return hashlib.blake2b(root_key(namespace), digest_size=32, person=_PERSON).digest()
+
+
+class NoTokenizer(InvalidValue):
+    """A text or a chat is given where only token ids can be read."""
+
+
+class PrefixTokenizer(Protocol):
+    """The model's tokenizer, as the engine that serves the prompts uses it.
+
+    `encode` returns the tokens of a text in which a completion begins; `chat` those of a
+    conversation, ready for the model's answer. Both raise `InvalidValue` for what they refuse.
+    """
+
+    def encode(self, text: str) -> TokensLike: ...
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> TokensLike: ...
+
+
+def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenArray]:
+    """Return the prefixes in a file as tokens; None for the tokenizer: lists of ids alone.
+
+    The file has JSON lines, each of them token ids, a text, or the messages of a chat. Of messages,
+    these are all tokens that the chat template puts before the text of a user's message which
+    follows them.
+
+    Raises:
+        InvalidValue: the file cannot be read, or a line is wrong; names the line.
+    """
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_MOST_BYTES + 1)
+        lines = raw.decode("utf-8-sig").split("\n")  # U+2028 may be in a text
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"cannot read public prefixes from {file}: {reason(error)}") from error
+    if len(raw) > _MOST_BYTES:
+        raise InvalidValue(f"{file} is larger than {_MOST_BYTES >> 20} MiB")
+    rows: list[TokenArray] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                rows.append(_tokens_of(json.loads(line), tokenizer))
+                _check_row(rows[-1])
+            except (ValueError, RecursionError) as error:
+                kind = NoTokenizer if isinstance(error, NoTokenizer) else InvalidValue
+                raise kind(f"{file}, line {number}: {error}") from error
+    return rows
+
+
+def _tokens_of(row: Any, tokenizer: PrefixTokenizer | None) -> TokenArray:
+    if isinstance(row, list):
+        return as_tokens(row)
+    if tokenizer is None:
+        raise NoTokenizer("there is no tokenizer of the model; give lists of token ids")
+    if isinstance(row, str):
+        return as_tokens(tokenizer.encode(row))
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise InvalidValue(
+            'a prefix is a text, a list of token ids, or {"messages": [{"role": …, "content": …}]}'
+        )
+    others = sorted(row.keys() - {"messages"})
+    if others:
+        raise InvalidValue(
+            f"unknown field {others[0]!r} beside messages; of a prompt with tools or other fields, "
+            "give the token ids"
+        )
+    first, second = (
+        as_tokens(tokenizer.chat([*messages, {"role": "user", "content": text}]))
+        for text in ("0", "Ay")
+    )
+    return first[: common_length(first, second)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -9,32 +11,31 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry import DTYPES, format_bytes
-from kvkeep.core.pages.copying import checked_copies, independent, runs
 
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
 
-from kvkeep.core.pages.prepared import Gather, Places, Scratch  # noqa: E402 - it needs torch as well
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import SupportsIndex
 
     import numpy.typing as npt
     from torch import Tensor
 
     from kvkeep.core.geometry import KVGeometry
-    from kvkeep.core.pages.copying import Copy
 
+    Copy = tuple[int, int, int]  # (src, dst, tokens), as `PageCopy`
     Integers = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
-__all__ = ["Layout", "PagedTensors", "zero_pages"]
+__all__ = ["Gather", "Layout", "PagedTensors", "Places", "Scratch", "zero_pages"]
 
 Layout = Literal["NHD", "HND"]
 
 # Elements are moved as integers of their width: every bit pattern survives, and torch supports
 # integers in operations where it does not support 8-bit floats.
 _CARRIERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# A larger gather takes fresh memory: computing on it takes longer than allocating.
+_SCRATCH: Final = 64 << 20  # bytes
 _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -203,11 +204,12 @@ class PagedTensors:
                 f"holds 0 … {len(pages) * self.page_size}"
             )
         index = self._pages(pages[: -(-length // self.page_size)])
+        keys, values = self._layers
         layer = self._layer(layer)
-        k = self._gathered(self._keys, layer, index)[:length]
-        if self.geometry.latent_dim is not None:
+        k = self._gathered(keys[layer], index)[:length]
+        if values is None:
             return k, k[..., : self.geometry.latent_dim]
-        return k, self._gathered(self._values, layer, index)[:length]
+        return k, self._gathered(values[layer], index)[:length]
 
     def scratch(self) -> Scratch:
         """Return new, empty memory for gathers to share."""
@@ -228,13 +230,13 @@ class PagedTensors:
         one memory copy each on a CPU (two, for K and V, of a partial page); on a GPU one gather and
         one scatter for all copies that do not depend on each other.
         """
-        checked = checked_copies(copies, self.num_pages, self.page_size)
+        checked = [copy for copy in map(self._checked, copies) if copy[0] != copy[1]]
         if not self._batched:
             for src, dst, tokens in checked:
                 for memory in self._leading(tokens):
                     memory[dst].copy_(memory[src])
             return
-        for wave in independent(checked):
+        for wave in _independent(checked):
             pairs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
             for src, dst, tokens in wave:
                 pairs[tokens].append((src, dst))
@@ -277,7 +279,10 @@ class PagedTensors:
         if self._batched:
             self._rows.index_copy_(0, index, rows)
             return
-        for start, stop, page in runs(index.numpy()):
+        ids = index.numpy()
+        ends = (np.flatnonzero(np.diff(ids) != 1) + 1).tolist()  # of runs of neighbours
+        for start, stop in itertools.pairwise([0, *ends, len(ids)]):
+            page = int(ids[start])
             self._rows[page : page + stop - start].copy_(rows[start:stop])
 
     def _views(self) -> tuple[Tensor, Tensor]:
@@ -300,9 +305,9 @@ class PagedTensors:
         view = memory[:, self._layer(layer)].view(self.dtype)
         return view if self.layout == "NHD" else view.transpose(1, 2)
 
-    def _gathered(self, memory: Tensor, layer: int, index: Tensor) -> Tensor:
+    def _gathered(self, memory: Tensor, index: Tensor) -> Tensor:
         # index_select, because indexing with brackets takes five times as long on a CPU.
-        return memory[:, layer].index_select(0, index).flatten(0, 1).view(self.dtype)
+        return memory.index_select(0, index).flatten(0, 1).view(self.dtype)
 
     def _leading(self, tokens: int) -> tuple[Tensor, ...]:
         """Return the memory of the first ``tokens`` of every page, in as few pieces as possible."""
@@ -348,6 +353,20 @@ class PagedTensors:
                 raise InvalidValue(f"{name} lie in 0 … {limit - 1}, got {low} … {high}")
         return index.to(self.device, torch.int64)
 
+    def _checked(self, copy: Copy) -> Copy:
+        """Return a copy as plain integers."""
+        try:
+            src, dst, tokens = map(operator.index, copy)
+        except (TypeError, ValueError):
+            src = dst = tokens = -1
+        most = self.num_pages
+        if not (0 <= src < most and 0 <= dst < most and 0 < tokens <= self.page_size):
+            raise InvalidValue(
+                f"{copy!r} is no copy here; (src, dst, tokens) are two pages of 0 … {most - 1} and "
+                f"1 … {self.page_size} tokens"
+            )
+        return src, dst, tokens
+
     def _check_tokens(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         given = (tuple(tensor.shape), tensor.dtype, tensor.device)
         wanted = (shape, self.dtype, self.device)
@@ -370,6 +389,94 @@ class PagedTensors:
                 f"{'' if block.is_contiguous() else ', not contiguous'}; contiguous {shape} "
                 f"[pages, page_bytes], torch.uint8 on {' or '.join(sorted(devices))} is needed"
             )
+
+
+# A model stores the same tokens and gathers the same pages layer after layer. To check ids, split
+# slots and allocate memory takes longer than to store a token, so all layers share what follows.
+
+
+class Places:
+    """Slots split into int64 ``pages`` and ``offsets`` [tokens], for `PagedTensors.store`."""
+
+    __slots__ = ("offsets", "pages")
+
+    def __init__(self, slots: Tensor, page_size: int) -> None:
+        self.pages = slots // page_size
+        self.offsets = slots % page_size
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+class Scratch:
+    """Memory that gathers of K and V share.
+
+    Fresh memory is expensive on a CPU, as the kernel hands out its pages first: gathering 16 MiB
+    takes 2 ms into reused memory and 2 to 26 ms into fresh memory. Grows to the largest gather so
+    far, 64 MiB at most; a larger `Gather` has memory of its own.
+
+    Thread safety: none. All gathers that share a scratch overwrite each other.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._memory.nbytes
+
+    def take(self, elements: int) -> Tensor:
+        """Return uninitialised memory for ``elements``, valid until the next call."""
+        if elements <= len(self._memory):
+            return self._memory[:elements]
+        # A tensor made in inference mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            fresh = torch.empty(elements, dtype=self._memory.dtype, device=self._memory.device)
+        if fresh.nbytes <= _SCRATCH:
+            self._memory = fresh
+        return fresh
+
+
+class Gather:
+    """Pages whose K and V are gathered layer after layer, into the same memory.
+
+    ``keys`` and ``values`` are [tokens, heads, dim], for all tokens of the pages in order. They
+    hold the result of the last `fill`, until another gather with the same scratch is filled.
+    """
+
+    __slots__ = ("_index", "_k", "_layers", "_v", "keys", "values")
+
+    def __init__(
+        self,
+        layers: tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None],
+        index: Tensor,
+        scratch: Scratch,
+        dtype: torch.dtype,
+        value_dim: int,
+    ) -> None:
+        """``layers`` are K and V of every layer, [pages, page_size, heads, dim].
+
+        V is None where it is the leading ``value_dim`` of each K and not stored again.
+        """
+        self._layers = layers
+        self._index = index
+        shapes = [(len(index), *part[0].shape[1:]) for part in layers if part is not None]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        parts = torch.split(scratch.take(sum(sizes)), sizes)
+        self._k, *rest = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        self._v = rest[0] if rest else None
+        self.keys = self._k.view(dtype).flatten(0, 1)
+        values = self._k if self._v is None else self._v
+        self.values = values.view(dtype).flatten(0, 1)[..., :value_dim]
+
+    def fill(self, layer: int) -> None:
+        """Gather the pages of ``layer``. Cost: the bytes, at the speed of scattered reads."""
+        keys, values = self._layers
+        torch.index_select(keys[layer], 0, self._index, out=self._k)
+        if values is not None:
+            assert self._v is not None
+            torch.index_select(values[layer], 0, self._index, out=self._v)
 
 
 def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtype:
@@ -412,3 +519,20 @@ def _check_memory(memory: Tensor, num_pages: int, page_bytes: int) -> None:
             f"memory is {tuple(memory.shape)} of {memory.dtype}; uint8 {wanted} [pages, "
             "page_bytes] is needed, the bytes of a page contiguous"
         )
+
+
+def _independent(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    """Split copies, in order, into groups in which no copy touches a page another one writes."""
+    group: list[Copy] = []
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for copy in copies:
+        src, dst, _ = copy
+        if src in targets or dst in targets or dst in sources:
+            yield group
+            group, sources, targets = [], set(), set()
+        group.append(copy)
+        sources.add(src)
+        targets.add(dst)
+    if group:
+        yield group

@@ -52,7 +52,7 @@ class ConnectorOptions(EngineOptions):
             ``reset_prefix_cache(reset_connector=True)``, a pause that clears caches, and sleep.
             False where the weights are the same after each of them.
         public_prefixes: path of a file with prefixes whose blocks are stored once for all cache
-            salts (`kvkeep.core.prefix_file`); empty: none.
+            salts (`kvkeep.core.public`); empty: none.
     """
 
     compare_costs: bool = option(True, truth_of)

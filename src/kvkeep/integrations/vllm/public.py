@@ -18,8 +18,7 @@ import numpy as np
 from kvkeep.core.errors import InvalidValue, require
 from kvkeep.core.extras import Extra
 from kvkeep.core.keys import Namespace, chain_keys, root_key
-from kvkeep.core.prefix_file import read_prefixes
-from kvkeep.core.public import PublicPrefixes, public_namespace
+from kvkeep.core.public import PublicPrefixes, public_namespace, read_prefixes
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _ROOT = root_key(public_namespace(Namespace()))
 
 
 class PrefixTexts:
-    """A `kvkeep.core.prefix_file.PrefixTokenizer` from a tokenizer of Transformers.
+    """A `kvkeep.core.public.PrefixTokenizer` from a tokenizer of Transformers.
 
     ``load`` returns it, None if the engine has none, and is called when it is first needed. Chats
     are rendered by the tokenizer's own template: an engine that is given another one must be told

@@ -16,7 +16,6 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.groups import GroupPlan
 from kvkeep.core.groups.tensors import GroupedTensors
 from kvkeep.core.pages import PageCopy
-from kvkeep.core.pages.device import pick_device
 from kvkeep.core.pages.tensors import PagedTensors
 from kvkeep.serve.engine import loading, probe
 from kvkeep.serve.engine.attention.batch import PagedBatch, is_paged
@@ -150,7 +149,7 @@ class Runner:
                 f"give memory or num_pages, one of the two; got {memory=}, {num_pages=}"
             )
         config = loading.load_config(path)
-        on = pick_device(device)
+        on = loading.pick_device(device)
         geometry = KVGeometry.from_config(path)
         compute = loading.pick_dtype(dtype, geometry.dtype, on)
         geometry = geometry.with_dtype(str(compute))

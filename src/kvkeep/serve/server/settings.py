@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvkeep.core.config_file import key_in
-from kvkeep.core.errors import InvalidValue, whole
+from kvkeep.core.errors import InvalidValue, key_in, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -328,9 +328,13 @@ class Tier:
                 if self.indexed:
                     self.catalogue.add(block, there[0])
                 return ""
-        with self.writes.transfer(0) as transfer:
+        moved: int | None = None
+        self.writes.begin()
+        try:
             why = self._put(block, record)
-            transfer.moved = 0 if why else len(record) - HEADER_BYTES
+            moved = 0 if why else len(record) - HEADER_BYTES
+        finally:
+            self.writes.end(moved)
         return why
 
     def _put(self, block: bytes, record: memoryview) -> str:
@@ -790,10 +794,13 @@ class RecordReader:
         part = self._backend.part(block)
         if not self._calls.allowed("read", part):
             return None
-        with self._cost.transfer(0) as transfer:
+        moved: int | None = None
+        self._cost.begin()
+        try:
             record = self._fetch(block, part)
-            if record is not None:
-                transfer.moved = len(record) - HEADER_BYTES
+            moved = 0 if record is None else len(record) - HEADER_BYTES
+        finally:
+            self._cost.end(moved)
         return record
 
     def _fetch(self, block: bytes, part: str) -> memoryview | None:

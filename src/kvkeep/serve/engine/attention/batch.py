@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvkeep.core.groups.tensors import LayerPages
-    from kvkeep.core.pages.prepared import Scratch
-    from kvkeep.core.pages.tensors import PagedTensors
+    from kvkeep.core.pages.tensors import PagedTensors, Scratch
     from kvkeep.serve.engine.attention.flash import Kernel
     from kvkeep.serve.engine.attention.memory import KVMemory, LatentMaps
     from kvkeep.serve.engine.attention.plan import Grain, Rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from kvkeep.core.groups.tensors import LayerPages
-from kvkeep.core.pages.prepared import Scratch
+from kvkeep.core.pages.tensors import Scratch
 from kvkeep.serve.engine.attention import flash
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvkeep.core.pages.prepared import Gather, Scratch
-    from kvkeep.core.pages.tensors import PagedTensors
+    from kvkeep.core.pages.tensors import Gather, PagedTensors, Scratch
     from kvkeep.serve.engine.attention.dense import Scoring
     from kvkeep.serve.engine.attention.memory import LatentMaps
 

@@ -19,13 +19,12 @@ from kvkeep.core.errors import InvalidValue, did_you_mean, reason, told
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["HIDDEN", "SECTIONS", "ConfigFile", "FileValue", "is_secret", "key_in", "masked"]
+__all__ = ["HIDDEN", "SECTIONS", "ConfigFile", "FileValue", "is_secret", "masked"]
 
 SECTIONS: Final = ("serve", "route")
 """The tables that a file may have."""
 
 _MOST_BYTES: Final = 1 << 20
-_KEY_CHARACTERS: Final = 4096
 _PROBE: Final = "kvkeep-probe"
 _MOST_VALUES: Final = 1000  # in a section: the line of each is sought
 # Up to the last @: a password may have an @, and too much is hidden rather than too little.
@@ -37,20 +36,6 @@ HIDDEN: Final = "***"
 def is_secret(name: str) -> bool:
     """Whether the value of an option is a secret, by its name: ``api-key``."""
     return name.replace("-", "_").rpartition("_")[2] == "key"
-
-
-def key_in(where: str, text: str) -> str:
-    """Return the API key in ``text``, without the blanks around it; ``where`` it is from.
-
-    Raises `InvalidValue` for a text that is none: an empty key would let everybody in.
-    """
-    key = text.strip()
-    if not key or len(key) > _KEY_CHARACTERS or not (key.isascii() and key.isprintable()):
-        raise InvalidValue(
-            f"{where} holds no API key: a key is one line of printable ASCII; without a key, leave "
-            "it out"
-        )
-    return key
 
 
 def masked(name: str, value: object) -> object:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.core.config_file import SECTIONS, ConfigFile, is_secret, masked
+from kvkeep.cli.config_file import SECTIONS, ConfigFile, is_secret, masked
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
