@@ -120,7 +120,7 @@ ROOMS: dict[str, set[str]] = {
 TYPES_ONLY = {
     "core.prefix": {"core.pages"},  # `PageArray`, the type of a row of page ids
     "observe.usage": {"store"},  # what a store says of tokens that it did not give
-    "observe.explain": {"store", "core.pages"},  # `GroupLayout`, where a model can resume
+    "observe.explain": {"store", "core.groups"},  # `GroupLayout`, where a model can resume
     "serve.server": {"store", "store.tiers"},  # what the store of its engine tells
 }
 # Rooms that may not even use all of the base.

@@ -144,6 +144,21 @@ def test_a_refused_load_drops_no_copy_that_waits() -> None:
     engine.step(seq, 12)
 
 
+def test_a_load_forgets_the_mark() -> None:
+    """The rows of the mark's windows are gone, so nothing can be computed from there on."""
+    engine = SymbolicEngine(120, LAYOUTS["a window and a state"])
+    seq = engine.cache.open(list(range(60)))
+    assert seq.groups is not None
+    engine.step(seq, 10)
+    copy = seq.groups.mark()
+    assert copy is not None
+    engine.copy_state(copy)
+    load(engine, seq, 50)
+    seq.truncate(49)
+    engine.cache.check()
+    engine.finish(seq, 8)
+
+
 @pytest.mark.parametrize("span", [5, 6, 7, 8, 9, 12])
 def test_a_prompt_that_branches_in_front_of_what_was_loaded(span: int) -> None:
     """The first row that was loaded begins inside its page, and is replaced by a whole one."""

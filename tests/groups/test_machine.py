@@ -21,7 +21,6 @@ from symbolic import SymbolicEngine, brute_force
 
 from kvkeep.core.errors import InvalidValue, NotCached, OutOfPages
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
-from kvkeep.core.prefix.node import descend
 from kvkeep.core.returns import Ended
 
 if TYPE_CHECKING:
@@ -197,12 +196,7 @@ class GroupMachine(RuleBasedStateMachine):
         """`check` recounts the pages of sessions."""
         one = self.cache.session(session, space)
         state = self.cache.sessions.owners.get((one.namespace, session))
-        nodes = [] if state is None else list(state.nodes)
-        assert self.cache.board is not None
-        stored = self.cache.board.stored_rows.rows
-        rows = sum((rows[node.pages] >= 0).sum() for node in nodes for rows in stored)
-        states = sum(len(c.state) for n in nodes for c in n.groups.all if c.state is not None)
-        own = sum(len(node.pages) for node in nodes) + rows + states
+        own = 0 if state is None else sum(node.weight for node in state.nodes)
         assert one.num_pages == own
         if hint == "suspend":
             assert one.suspend(eta=60) in {0, own}
@@ -243,13 +237,6 @@ class GroupMachine(RuleBasedStateMachine):
         self.freed(lambda: self.cache.remove(prompt).pages)
         left = self.cache.remove(prompt)
         assert left.pages == 0, "what is in use stays"
-
-    @rule(chosen=st.integers(0, 30))
-    def evict_below(self, chosen: int) -> None:
-        roots = self.cache.tree.roots.values()
-        nodes = [node.id for root in roots for node, _ in descend(root)]
-        if nodes:
-            self.freed(lambda: self.cache.evict_below(nodes[chosen % len(nodes)]))
 
     # --- always ----------------------------------------------------------------------------------
 
