@@ -218,38 +218,37 @@ class GroupBoard(TreeObserver):
         so a model with states resumes at any. Cost: the rows of the windows, and O(pages) behind
         the position, vectorised; the runs of the path cost nothing.
         """
-        last = self._last_end if self.layout.state is not None else self._last_covered
-        stop, step = len(path), _STEP
-        while True:
+        page = self._last_covered(path) if self.layout.state is None else self._last_end(path)
+        return page, self._checkpoints.get(int(path[page - 1])) if page else None
+
+    def _last_end(self, pages: PageArray) -> int:
+        """Return how many of ``pages`` the last checkpoint has before it; 0 for none."""
+        stop, step = len(pages), _STEP
+        while stop:
             start = max(0, stop - step)
-            page = last(path, start, stop)
-            if page >= start:
-                at = None if not page else self._checkpoints.get(int(path[page - 1]))
-                return page, at
+            ends = self._ends[pages[start:stop]].nonzero()[0]
+            if len(ends):
+                return start + 1 + int(ends[-1])
             stop, step = start, step * 4
+        return 0
 
-    def _last_end(self, path: PageArray, start: int, stop: int) -> int:
-        """Return the last page up to ``stop`` with a checkpoint behind it; -1 if before ``start``.
-
-        The beginning of the path counts as one.
-        """
-        ends = self._ends[path[start:stop]].nonzero()[0]
-        if len(ends):
-            return start + 1 + int(ends[-1])
-        return -1 if start else 0
-
-    def _last_covered(self, path: PageArray, start: int, stop: int) -> int:
-        """Return the last page up to ``stop`` behind which windows are whole, as `_last_end`."""
-        size = self.layout.page_size
-        agreed = np.ones(stop - start + 1, np.bool_)
-        for window, first in self.layout.needed(start):
-            ends = self.rows.ends(window, path[first:stop], first)
-            last = np.zeros(stop - first + 1, np.int64)  # where the last lacking token ends
-            np.maximum.accumulate(ends, out=last[1:])
-            spec = self.layout.windows[window]
-            agreed &= last[start - first :] <= spec.first_token_each(start, stop, size)
-        pages = agreed.nonzero()[0]
-        return start + int(pages[-1]) if len(pages) else -1
+    def _last_covered(self, path: PageArray) -> int:
+        """Return the last page of ``path`` behind which all windows are whole; 0 for none."""
+        size, stop, step = self.layout.page_size, len(path), _STEP
+        while stop:
+            start = max(0, stop - step)
+            agreed = np.ones(stop - start + 1, np.bool_)
+            for window, first in self.layout.needed(start):
+                ends = self.rows.ends(window, path[first:stop], first)
+                last = np.zeros(stop - first + 1, np.int64)  # where the last lacking token ends
+                np.maximum.accumulate(ends, out=last[1:])
+                spec = self.layout.windows[window]
+                agreed &= last[start - first :] <= spec.first_token_each(start, stop, size)
+            pages = agreed.nonzero()[0]
+            if len(pages):
+                return start + int(pages[-1])
+            stop, step = start, step * 4
+        return 0
 
     def used_pages(self, path: PageArray, checkpoint: Checkpoint | None) -> PageArray:
         """Return the pool pages that resuming at the end of ``path`` reads, beside base pages."""
@@ -549,14 +548,7 @@ class GroupBoard(TreeObserver):
 
     def _behind(self, node: Node) -> int:
         """Return how many pages of ``node`` are behind its last checkpoint. Cost: O(these)."""
-        stop, step = node.size, _STEP
-        while stop:
-            start = max(0, stop - step)
-            ends = self._ends[node.pages[start:stop]].nonzero()[0]
-            if len(ends):
-                return node.size - start - 1 - int(ends[-1])
-            stop, step = start, step * 4
-        return node.size
+        return node.size - self._last_end(node.pages)
 
     def _evict_useless(self, node: Node | None, forget: Callable[[PageArray], None]) -> None:
         """Evict what ``node`` and the runs before it have behind their last checkpoints.

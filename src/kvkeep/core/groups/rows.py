@@ -180,29 +180,26 @@ class TreeRows:
 
     def _note_loose(self, pages: PageArray) -> None:
         """Queue the rows whose first pages are among these idle ``pages``, if they are loose."""
-        if self._states:
-            return
-        bases, windows = self._bases[pages], self._windows[pages]
-        for window, (rows, needs) in enumerate(zip(self.rows, self.needs, strict=True)):
-            loose = (windows == window) & (rows[bases, 0] == pages) & (needs[bases] == 0)
-            self._loose.update(dict.fromkeys(pages[loose].tolist()))
+        for window, bases in [] if self._states else self._loose_rows(pages):
+            self._loose.update(dict.fromkeys(self.rows[window][bases, 0].tolist()))
 
     def oldest_loose(self, most: int) -> list[tuple[int, PageArray]]:
-        """Take ``most`` rows out of the queue; return windows and bases of those loose and idle.
+        """Remove ``most`` rows from the queue; return windows and bases of those loose and idle.
 
         The others are in use, needed or gone. They return to the queue when that ends.
         """
         firsts = np.array(list(islice(self._loose, most)), np.int32)
         for first in firsts.tolist():
             del self._loose[first]
-        firsts = firsts[self.are_idle(firsts)]
-        bases, windows = self._bases[firsts], self._windows[firsts]
-        oldest = []
-        for window, (rows, needs) in enumerate(zip(self.rows, self.needs, strict=True)):
-            loose = (windows == window) & (rows[bases, 0] == firsts) & (needs[bases] == 0)
-            if loose.any():
-                oldest.append((window, bases[loose]))
-        return oldest
+        return self._loose_rows(firsts[self.are_idle(firsts)])
+
+    def _loose_rows(self, pages: PageArray) -> list[tuple[int, PageArray]]:
+        """Return windows and bases of the loose rows whose first pages are among ``pages``."""
+        bases, windows = self._bases[pages], self._windows[pages]
+        return [
+            (window, bases[(windows == window) & (rows[bases, 0] == pages) & (needs[bases] == 0)])
+            for window, (rows, needs) in enumerate(zip(self.rows, self.needs, strict=True))
+        ]
 
     @property
     def any_loose(self) -> bool:
