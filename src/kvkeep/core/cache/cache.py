@@ -478,9 +478,11 @@ class PagedCache:
             path = EMPTY_PAGES if match is None else match.pages[:page]
             page, checkpoint = board.resume(path)
             taken = None if match is None or not page else match.first(page)
-            beside = board.rows.count_idle(board.used_pages(path[:page], checkpoint))
-            available = self._available() - self.tree.protects(taken) - beside
-            if total - page <= available:
+            needed, available = total - page, self.pool.num_free
+            if needed > available:
+                beside = board.rows.count_idle(board.used_pages(path[:page], checkpoint))
+                available = self._available() - self.tree.protects(taken) - beside
+            if needed <= available:
                 board.counters.resumes_given_up += given_up
                 groups = SequenceGroups(board)
                 groups.hold(path[:page], checkpoint)

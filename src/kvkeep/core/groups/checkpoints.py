@@ -284,7 +284,8 @@ class GroupBoard(TreeObserver):
         lacking = self.rows.lacking
         fuller = other & (lacking(rows[:, 0]) < lacking(there[:, 0]))
         if fuller.any():
-            self.rows.exchange(window, bases[fuller], rows[fuller])
+            self.rows.remove(window, bases[fuller])
+            self.rows.put(window, bases[fuller], rows[fuller])
             other &= ~fuller
         if other.any():
             self.rows.retain(there[other].ravel())
@@ -487,7 +488,7 @@ class GroupBoard(TreeObserver):
     def _free_loose(self, needed: int) -> int:
         """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
         freed, most = 0, max(self.layout.widths, default=1)
-        while freed < needed and self.rows.any_loose:
+        while freed < needed and self.rows.any_queued:
             for window, bases in self.rows.oldest_loose(-(-(needed - freed) // most)):
                 freed += self._drop_rows(bases, window)
         return freed
@@ -580,12 +581,11 @@ class GroupBoard(TreeObserver):
 
     def stats(self) -> GroupStats:
         """Return the figures at this moment."""
-        rows = self.counters.rows_stored - self.counters.rows_evicted
         return GroupStats(
             pages=self.rows.stored,
             idle_pages=self.rows.idle,
-            loose_rows=rows - self.rows.needed,
-            rows=rows,
+            rows=self.counters.rows_stored - self.counters.rows_evicted,
+            loose_rows=self.rows.num_loose,
             checkpoints=len(self._checkpoints),
             **asdict(self.counters),
         )

@@ -76,7 +76,7 @@ class TreeRows:
     does not attend to them, but one that goes on a little earlier does. This is noted when a row is
     allocated, also for rows that the tree does not store, so freed pages need no update.
 
-    Thread safety: none; under the cache's lock. Memory: 15 bytes a pool page, and 4 for each window
+    Thread safety: none; under the cache's lock. Memory: 16 bytes a pool page, and 4 for each window
     and each pool page of its rows. Cost: O(pages), vectorised.
 
     Attributes:
@@ -85,7 +85,6 @@ class TreeRows:
         needs: for each window, int32 [pool pages], by base page: checkpoints that need the row.
         idle: pages that only the tree refers to.
         stored: pages that the tree refers to.
-        needed: rows that checkpoints need.
     """
 
     def __init__(self, layout: GroupLayout, pool: PagePool) -> None:
@@ -96,12 +95,13 @@ class TreeRows:
         self._in_tree = np.zeros(num_pages, np.bool_)
         self.rows = [no_rows(num_pages, width) for width in layout.widths]
         self.needs = [np.zeros(num_pages, np.int32) for _ in layout.windows]
-        self.idle = self.stored = self.needed = 0
-        # First pages of idle and loose rows, and of rows that were: the oldest first.
-        self._loose: OrderedDict[int, None] = OrderedDict()
+        self.idle = self.stored = 0
+        # First pages of loose rows that are idle, and of rows that were: the oldest first.
+        self._queue: OrderedDict[int, None] = OrderedDict()
         # By the first pool page of a row:
         self._bases = np.zeros(num_pages, np.int32)
         self._windows = np.zeros(num_pages, np.int16)
+        self._loose = np.zeros(num_pages, np.bool_)
         self._lacking = np.zeros(num_pages, np.int32)
 
     # --- references to pages of rows and states --------------------------------------------------
@@ -131,7 +131,7 @@ class TreeRows:
         idle = pages[self.are_idle(pages)]
         if len(idle):
             self.idle += len(idle)
-            self._note_loose(idle)
+            self._enqueue(idle)
 
     def are_idle(self, pages: PageArray) -> npt.NDArray[np.bool_]:
         """Return which of ``pages`` only the tree refers to."""
@@ -150,71 +150,62 @@ class TreeRows:
 
     def put(self, window: int, bases: PageArray, rows: Rows) -> None:
         """Store ``rows``, which a sequence refers to, for the base pages ``bases``."""
+        firsts = rows[:, 0]
         self.store(rows.ravel())
         self.rows[window][bases] = rows
-        self._bases[rows[:, 0]] = bases
-        self._windows[rows[:, 0]] = window
+        self._bases[firsts], self._windows[firsts] = bases, window
+        self._loose[firsts] = self.needs[window][bases] == 0
 
     def remove(self, window: int, bases: PageArray) -> int:
-        """Remove the rows of ``bases``, which no checkpoint needs; return the pages freed."""
+        """Remove the rows of ``bases``; return the pages freed."""
         rows: Rows = self.rows[window][bases]
         self.rows[window][bases] = -1
+        self._loose[rows[:, 0]] = False
         return self.drop(rows.ravel())
-
-    def exchange(self, window: int, bases: PageArray, rows: Rows) -> None:
-        """Store ``rows`` in place of those of ``bases``, which are the same but less."""
-        self.drop(self.rows[window][bases].ravel())
-        self.put(window, bases, rows)
 
     def need(self, window: int, bases: PageArray, change: int) -> PageArray:
         """Count one checkpoint more or less that needs rows; return the bases of rows now loose."""
         needs = self.needs[window]
         needs[bases] += change
         turned: PageArray = bases[needs[bases] == (1 if change > 0 else 0)]
-        self.needed += change * len(turned)
-        if change > 0:
-            return turned[:0]
         firsts: PageArray = self.rows[window][turned, 0]
-        self._note_loose(firsts[self.are_idle(firsts)])
+        self._loose[firsts] = change < 0
+        if change > 0:
+            return EMPTY_PAGES
+        self._enqueue(firsts[self.are_idle(firsts)])
         return turned
 
-    def _note_loose(self, pages: PageArray) -> None:
-        """Queue the rows whose first pages are among these idle ``pages``, if they are loose."""
-        for window, bases in [] if self._states else self._loose_rows(pages):
-            self._loose.update(dict.fromkeys(self.rows[window][bases, 0].tolist()))
+    def _enqueue(self, idle: PageArray) -> None:
+        """Queue the loose rows whose first pages are among these ``idle`` pages."""
+        self._queue.update(dict.fromkeys(idle[self._loose[idle]].tolist()))
 
     def oldest_loose(self, most: int) -> list[tuple[int, PageArray]]:
         """Remove ``most`` rows from the queue; return windows and bases of those loose and idle.
 
         The others are in use, needed or gone. They return to the queue when that ends.
         """
-        firsts = np.array(list(islice(self._loose, most)), np.int32)
+        firsts = np.array(list(islice(self._queue, most)), np.int32)
         for first in firsts.tolist():
-            del self._loose[first]
-        return self._loose_rows(firsts[self.are_idle(firsts)])
-
-    def _loose_rows(self, pages: PageArray) -> list[tuple[int, PageArray]]:
-        """Return windows and bases of the loose rows whose first pages are among ``pages``."""
-        bases, windows = self._bases[pages], self._windows[pages]
-        return [
-            (window, bases[(windows == window) & (rows[bases, 0] == pages) & (needs[bases] == 0)])
-            for window, (rows, needs) in enumerate(zip(self.rows, self.needs, strict=True))
-        ]
+            del self._queue[first]
+        firsts = firsts[self._loose[firsts] & self.are_idle(firsts)]
+        windows = self._windows[firsts]
+        return [(at, self._bases[firsts[windows == at]]) for at in range(len(self.rows))]
 
     @property
-    def any_loose(self) -> bool:
-        """Whether rows are queued."""
-        return bool(self._loose)
+    def any_queued(self) -> bool:
+        """Whether loose rows are queued."""
+        return bool(self._queue)
+
+    @property
+    def num_loose(self) -> int:
+        """Rows that no checkpoint needs. Cost: the pool's pages, vectorised."""
+        return int(np.count_nonzero(self._loose))
 
     # --- tokens that lack ------------------------------------------------------------------------
 
-    def allocated(self, firsts: PageArray, tokens: int = 0) -> None:
+    def allocated(self, firsts: PageArray, tokens: int | Tokens = 0) -> None:
         """Note new rows by their first pages, of which ``tokens`` leading tokens lack."""
         self._lacking[firsts] = tokens
-
-    def inherit(self, first: int, old: int) -> None:
-        """Note a new row, by its first page, that becomes a copy of the row ``old``."""
-        self._lacking[first] = self._lacking[old]
 
     def lacking(self, firsts: PageArray) -> Tokens:
         """Return how many leading tokens of each row lack: all of them of a missing row."""
@@ -235,7 +226,7 @@ class TreeRows:
 
         ``is_base`` says for each page whether it is a stored base page.
         """
-        loose = 0
+        loose = np.zeros_like(self._loose)
         for window, (rows, needs) in enumerate(zip(self.rows, self.needs, strict=True)):
             missing = rows < 0
             assert (missing.all(axis=1) == missing.any(axis=1)).all(), "half a row"
@@ -245,17 +236,17 @@ class TreeRows:
             firsts = rows[bases, 0]
             assert (self._bases[firsts] == bases).all(), "a row has moved"
             assert (self._windows[firsts] == window).all()
-            idle = firsts[self.are_idle(firsts) & (needs[bases] == 0)]
-            assert set(idle.tolist()) <= self._loose.keys() or self._states, "a row is in no queue"
-            loose += int(np.count_nonzero(needs[bases] == 0))
-            assert not self._states or needs[bases].all(), "a loose row, though there are states"
+            loose[firsts] = needs[bases] == 0
+        assert (loose == self._loose).all(), "the loose rows are not those that nothing needs"
+        assert not self._states or not loose.any(), "a loose row, though there are states"
+        idle = np.flatnonzero(loose & self._in_tree & (self._pool.references == 1))
+        assert set(idle.tolist()) <= self._queue.keys(), "a loose row is not queued"
         stored = np.concatenate([EMPTY_PAGES, *map(live_pages, self.rows), *states])
         assert len(np.unique(stored)) == len(stored), "the tree stores a row or state twice"
         expected = np.zeros_like(self._in_tree)
         expected[stored] = True
         assert (expected == self._in_tree).all(), "a page is marked as the tree's and is not"
         assert (self.stored, self.idle) == (len(stored), self.count_idle(stored))
-        assert self.needed == sum(int(np.count_nonzero(needs)) for needs in self.needs)
         return stored
 
 
@@ -343,35 +334,41 @@ class RowTables:
                 gone[:] = -1
                 self._first[window] = first
 
-    def shared(self, position: int) -> list[int]:
-        """Return the windows whose row at ``position`` is begun, and is a fork's, too."""
-        at, offset = divmod(position, self._layout.page_size)
-        return [
+    def reach(self, position: int, stop: int, take: Callable[[int], PageArray]) -> list[RowCopy]:
+        """Append rows up to token ``stop``, for a pass that begins at ``position``.
+
+        Where a fork uses the row that ``position`` is in, another takes its place: returns the
+        copies to make, with a reference to each source. Raises what ``take`` raises, and changes
+        nothing then.
+        """
+        widths, size = self._layout.widths, self._layout.page_size
+        at, offset = divmod(position, size)
+        fresh = max(0, -(-stop // size) - self.length)
+        shared = [
             window
-            for window, rows in enumerate(self._rows)
-            if offset and rows[at, 0] >= 0 and not self._stored.is_sole(rows[at])
+            for window, rows in enumerate(self._rows if offset and stop > position else ())
+            if rows[at, 0] >= 0 and not self._stored.is_sole(rows[at])
         ]
-
-    def exchange(self, window: int, page: int, row: PageArray) -> PageArray:
-        """Put ``row`` in place of the row at ``page``; return that, with its reference."""
-        old: PageArray = self._rows[window][page].copy()
-        self._stored.inherit(row[0], old[0])
-        self._rows[window][page] = row
-        return old
-
-    def extend(self, pages: PageArray, count: int) -> None:
-        """Append ``count`` rows to each table, made of ``pages``."""
-        length = self.length + count
-        for window, width in enumerate(self._layout.widths):
+        pages = take(fresh * sum(widths) + sum(widths[window] for window in shared))
+        copies = []
+        for window in shared:
+            row, pages = pages[: widths[window]], pages[widths[window] :]
+            old: PageArray = self._rows[window][at].copy()
+            self._stored.allocated(row[:1], self._stored.lacking(old[:1]))
+            self._rows[window][at] = row
+            copies.append(RowCopy(window, old, row, offset))
+        length = self.length + fresh
+        for window, width in enumerate(widths):
             there = self._rows[window]
             if length > len(there):
                 grown = np.empty((max(length, self.length * 3 // 2 + 8), width), np.int32)
                 grown[: self.length] = there[: self.length]
                 self._rows[window] = there = grown
-            there[self.length : length] = pages[: count * width].reshape(count, width)
+            there[self.length : length] = pages[: fresh * width].reshape(fresh, width)
             self._stored.allocated(there[self.length : length, 0])
-            pages = pages[count * width :]
+            pages = pages[fresh * width :]
         self.length = length
+        return copies
 
     def replace(self, position: int, take: Callable[[int], PageArray]) -> None:
         """Replace all rows by new ones: those that are attended to from ``position`` on.

@@ -325,18 +325,9 @@ class SequenceGroups:
             stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.row))
             self._check_made()
             self._copies.finish()
-            widths, rows = self._board.layout.widths, self._rows
-            rows.free(self.position if self._mark is None else min(self.position, self._mark))
-            fresh = max(0, -(-stop // self._size) - rows.length)
-            shared = rows.shared(self.position) if stop > self.position else []
-            pages = self._board.pool.take(
-                fresh * sum(widths) + sum(widths[window] for window in shared)
-            )
-            at, offset = divmod(self.position, self._size)
-            for window in shared:
-                row, pages = pages[: widths[window]], pages[widths[window] :]
-                self._copies.add(RowCopy(window, rows.exchange(window, at, row), row, offset))
-            rows.extend(pages, fresh)
+            self._rows.free(self.position if self._mark is None else min(self.position, self._mark))
+            for copy in self._rows.reach(self.position, stop, self._board.pool.take):
+                self._copies.add(copy)
             self.position = stop
 
     def load(self, position: int) -> None:
