@@ -119,7 +119,7 @@ ROOMS: dict[str, set[str]] = {
 # Under TYPE_CHECKING alone: the names of types, where a room handles what is another's.
 TYPES_ONLY = {
     "observe.usage": {"store"},  # what a store says of tokens that it did not give
-    "observe.explain": {"store", "core.pages"},  # `GroupLayout`, where a model can resume
+    "observe.explain": {"store", "core.groups"},  # `GroupLayout`, where a model can resume
     "serve.server": {"store", "store.tiers"},  # what the store of its engine tells
 }
 # Rooms that may not even use all of the base.

@@ -16,14 +16,14 @@ from kvkeep.serve.engine import Engine, Limits, SamplingParams
 
 PAGE = 4
 LAYOUTS = {
-    "state": GroupLayout(PAGE, (), StateSpec(5, 2), guess_tokens=24, answer_tokens=8),
+    "state": GroupLayout(PAGE, (), StateSpec(5, 2), tail_tokens=24, answer_tokens=8),
     "window": GroupLayout(PAGE, (WindowSpec(9, 2),)),
     "chunk": GroupLayout(PAGE, (WindowSpec(8, 1, chunked=True),)),
     "all": GroupLayout(
         PAGE,
         (WindowSpec(6, 2), WindowSpec(11), WindowSpec(12, chunked=True)),
         StateSpec(3, 2),
-        guess_tokens=24,
+        tail_tokens=24,
         answer_tokens=16,
     ),
 }

@@ -157,7 +157,7 @@ def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = ""
     if match is None:
         return 0
     assert cache.board is not None
-    rows = cache.board.stored_rows.rows
+    rows = cache.board.rows.rows
     points = {point for run in cache.runs(namespace) for point in _ends(run)}
 
     def keeps(window: int, page: int) -> bool:

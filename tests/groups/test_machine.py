@@ -196,12 +196,7 @@ class GroupMachine(RuleBasedStateMachine):
         """`check` recounts the pages of sessions."""
         one = self.cache.session(session, space)
         state = self.cache.sessions.owners.get((one.namespace, session))
-        nodes = [] if state is None else list(state.nodes)
-        assert self.cache.board is not None
-        stored = self.cache.board.stored_rows.rows
-        rows = sum((rows[node.pages] >= 0).sum() for node in nodes for rows in stored)
-        states = sum(len(c.state) for n in nodes for c in n.groups.all if c.state is not None)
-        own = sum(len(node.pages) for node in nodes) + rows + states
+        own = 0 if state is None else sum(node.weight for node in state.nodes)
         assert one.num_pages == own
         if hint == "suspend":
             assert one.suspend(eta=60) in {0, own}

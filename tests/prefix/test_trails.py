@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 
 from kvkeep import KVKeepError, PagedCache
 from kvkeep.core.eviction import POLICIES
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 from kvkeep.core.keys import as_namespace
-from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
 from kvkeep.core.prefix.node import Node
 from kvkeep.core.tokens import as_tokens
 from prompt_recipes import recipes

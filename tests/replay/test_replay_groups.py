@@ -111,9 +111,9 @@ def test_every_token_has_its_reason(kind, unit):
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12),
     st.integers(8, 60),
     st.sampled_from([
-        GroupLayout(4, (), StateSpec(2, 8), guess_tokens=8),
+        GroupLayout(4, (), StateSpec(2, 8), tail_tokens=8),
         GroupLayout(4, (WindowSpec(7, 2), WindowSpec(8, 1, chunked=True))),
-        GroupLayout(4, (WindowSpec(2),), StateSpec(1), guess_tokens=12),
+        GroupLayout(4, (WindowSpec(2),), StateSpec(1), tail_tokens=12),
         GroupLayout(4, (WindowSpec(2, 1, chunked=True),)),
     ]),
 )  # fmt: skip
@@ -145,7 +145,7 @@ def conversation(*prompts: str, unit: int = 16) -> Workload:
 
 def test_tokens_without_a_state_are_counted():
     # The first prompt leaves a state at its end only, where the second has left it already.
-    layout = GroupLayout(16, (), StateSpec(1), guess_tokens=1000)
+    layout = GroupLayout(16, (), StateSpec(1), tail_tokens=1000)
     outcome = simulate(conversation("abcdefgh", "abcdXYZ1", "abcdPQ12"), 1600, groups=layout)
     assert outcome.hit_tokens == 4 * 16  # of the third, where the second branched
     assert outcome.misses["no state"] == 4 * 16  # of the second
@@ -153,7 +153,7 @@ def test_tokens_without_a_state_are_counted():
 
 
 def test_the_grid_is_no_lack_of_a_state():
-    layout = GroupLayout(16, (), StateSpec(1, 64), guess_tokens=1000)
+    layout = GroupLayout(16, (), StateSpec(1, 64), tail_tokens=1000)
     outcome = simulate(conversation("abcdef", "abcdef"), 1600, groups=layout)
     assert outcome.hit_tokens == 64
     assert outcome.misses["no state"] == 0

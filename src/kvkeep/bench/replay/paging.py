@@ -39,7 +39,7 @@ def by_pages(layout: GroupLayout) -> GroupLayout | None:
         1,
         tuple(replace(window, span=span(window)) for window in layout.windows),
         None if layout.state is None else StateSpec(layout.state.pages, layout.grid),
-        guess_tokens=-(-layout.guess_tokens // size),
+        tail_tokens=-(-layout.tail_tokens // size),
         answer_tokens=-(-layout.answer_tokens // size),
     )
 

@@ -41,9 +41,9 @@ from kvkeep.core.events import (
 from kvkeep.core.eviction import EvictionPolicy, policy
 from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.groups import GroupBoard, GroupLayout, SequenceGroups
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.pages import GrowingArray, PageCopy, PagePool
-from kvkeep.core.pages.layout import GroupLayout
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
 from kvkeep.core.prefix import index as make_index
 from kvkeep.core.prefix.node import descend
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.views import CacheMap, NodeView
     from kvkeep.core.events import Hook
     from kvkeep.core.extras import ExtraLike, Extras
-    from kvkeep.core.groups import GroupBoard, SequenceGroups
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
     from kvkeep.core.pages.tables import PageArray
@@ -199,13 +198,9 @@ class PagedCache:
         self.board: GroupBoard | None = None
         """Rows and states beside the pages; None for a plain model."""
         if self.groups is not None:
-            from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - only where needed
-            from kvkeep.core.groups.units import PinnedGroups  # noqa: PLC0415 - as above
-
-            covered = self.pins.covered
-            self.board = GroupBoard(self.groups, self.pool, self.tree, self.lock, covered)
-            self.board.reuse = self.reuse
-            self.pins.groups = PinnedGroups(self.board)
+            self.board = self.pins.groups = GroupBoard(
+                self.groups, self.pool, self.tree, self.lock, self.pins.covered, reuse=self.reuse
+            )
         self.watch: PromptWatch | None = None
         """The miss-ratio curve, of a cache made with ``what_if``."""
         if what_if is not None:
@@ -473,27 +468,27 @@ class PagedCache:
     def _resume(
         self, board: GroupBoard, match: PrefixMatch | None, total: int
     ) -> tuple[SequenceGroups, PrefixMatch | None]:
-        """Shorten a match to where all groups agree, and take references to what resuming reads.
+        """Shorten a match to where all groups agree; take references to what resuming reads there.
 
         A request takes ``total`` pages in all, less those that match. If it does not fit beside
         what resuming reads, it resumes earlier. `OutOfPages` before any change.
         """
-        from kvkeep.core.groups import SequenceGroups  # noqa: PLC0415 - only where needed
-
         self.pins.expire()
         page = 0 if match is None else len(match.pages)
         given_up = 0
         while True:
-            groups = SequenceGroups(board)
             path = EMPTY_PAGES if match is None else match.pages[:page]
             page, checkpoint = board.resume(path)
-            groups.hold(path[:page], checkpoint)
             taken = None if match is None or not page else match.first(page)
-            available = self._available() - self.tree.protects(taken)
-            if total - page <= available:
+            needed, available = total - page, self.pool.num_free
+            if needed > available:
+                beside = board.rows.count_idle(board.used_pages(path[:page], checkpoint))
+                available = self._available() - self.tree.protects(taken) - beside
+            if needed <= available:
                 board.counters.resumes_given_up += given_up
+                groups = SequenceGroups(board)
+                groups.hold(path[:page], checkpoint)
                 return groups, taken
-            groups.give_up()
             if not page:
                 raise self._refused(total, available)
             given_up = 1
@@ -520,7 +515,7 @@ class PagedCache:
 
     def _available(self) -> int:
         """Return how many pages are free or evictable."""
-        idle = 0 if self.board is None else self.board.units.idle
+        idle = 0 if self.board is None else self.board.rows.idle
         return self.pool.num_free + self.tree.num_evictable + idle
 
     def _make_room(self, count: int) -> None:
@@ -545,15 +540,13 @@ class PagedCache:
             pages = self.tree.evict(count)
             self._forget(pages, reason)
             return len(pages)
-        from kvkeep.core.groups.units import make_room  # noqa: PLC0415 - only where needed
-
         gone: list[PageArray] = []
 
         def let_go(pages: PageArray) -> None:
             self._let_go(pages)
             gone.append(pages)
 
-        freed = make_room(self.board, self.tree, self.pool, count, let_go)
+        freed = self.board.make_room(count, let_go)
         self.counters.evictions += bool(gone)
         if self.lock.hooks:
             self._report(joined(gone), reason)
@@ -587,7 +580,7 @@ class PagedCache:
 
     def _report(self, pages: PageArray, reason: str) -> None:
         """Report evicted pages, and what was lost of groups of layers since the last report."""
-        lost = None if self.board is None else self.board.journal.take_lost()
+        lost = None if self.board is None else self.board.take_lost()
         if len(pages) or lost is not None:
             self.lock.emit(Evicted(frozen(pages), reason, lost))
 
@@ -848,11 +841,11 @@ class PagedCache:
                 if node is not root
             ]
             if self.board is not None:
-                from kvkeep.core.groups.board import check_groups  # noqa: PLC0415 - as above
-
-                groups = [each.groups for each in (*sequences, *self.pins.active)]
-                beside = [each for each in groups if each is not None]
-                check_groups(self.board, self.tree, beside, expected)
+                beside = [pin.groups for pin in self.pins.active if pin.groups is not None]
+                for sequence in sequences:
+                    assert sequence.groups is not None
+                    beside += sequence.groups.references()
+                self.board.check(nodes, beside, expected)
             for claim in claims:
                 expected[claim.copy.src] += 1
             self.forks.check(sequences)
@@ -960,7 +953,7 @@ class Sequence:
 
     def begin_groups(self, groups: SequenceGroups, state: PageArray | None, found: int) -> None:
         """Start with these rows, and ``state`` as the running one; ``found`` pages are cached."""
-        groups.begin(state, self._tokens, found=found)
+        groups.begin(state, self._tokens, cached=found)
         self.groups = groups
 
     # --- views -----------------------------------------------------------------------------------
@@ -1140,7 +1133,8 @@ class Sequence:
             other.num_cached = max(self.num_cached, self.num_published)
             other.adopt(table, self._shared)
             self._pending.share_with(other._pending)
-            other.groups = None if groups is None else groups.of(other._tokens)
+            if groups is not None:
+                groups.row, other.groups = other._tokens, groups
             page = self.first_unpublished
             if page is not None:
                 cache.forks.join(page, self, other)

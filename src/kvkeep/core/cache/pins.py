@@ -22,8 +22,8 @@ from kvkeep.core.prefix.node import Coverage, TreeObserver, descend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvkeep.core.groups import SequenceGroups
-    from kvkeep.core.groups.units import PinnedGroups
+    from kvkeep.core.groups import GroupBoard
+    from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix import Tree
     from kvkeep.core.prefix.node import Node
 
@@ -64,7 +64,7 @@ class Pin:
         self.spot: Spot | None = spot  # None once it has ended
         self.hard = hard
         self.expires = expires
-        self.groups: SequenceGroups | None = None  # what resuming there needs, of a hard pin
+        self.groups: PageArray | None = None  # pages that resuming there reads, of a hard pin
 
     @property
     def active(self) -> bool:
@@ -113,7 +113,7 @@ class Pins(TreeObserver):
         self.most = max(_LEAST_PINS, num_pages)
         self.hard_budget = hard_budget
         self._clock = clock
-        self.groups: PinnedGroups | None = None
+        self.groups: GroupBoard | None = None
         """What pins keep beside pages; None for plain models."""
         self._beside: Counter[int] = Counter()  # pages of rows and states → hard pins that keep it
         self.active: dict[Pin, None] = {}
@@ -138,14 +138,14 @@ class Pins(TreeObserver):
         groups, beside = None, []
         if self.groups is not None and hard:
             groups = self.groups.keep(hold)
-            beside = self.groups.pages(groups)
+            beside = groups.tolist()
         elif self.groups is not None:
-            self.groups.mark(hold)
+            self.groups.pinned(hold)
         if hard:
             needed = self.num_hard_pages + self.kept.more(hold) + len({*beside} - {*self._beside})
             if needed > self.hard_budget:
-                if groups is not None:
-                    groups.close()
+                if groups is not None and self.groups is not None:
+                    self.groups.rows.release(groups)
                 raise InvalidValue(
                     f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                     "unpin something, pin softly, or give the cache a larger hard_pin_pages"
@@ -191,10 +191,9 @@ class Pins(TreeObserver):
             tree.enqueue(node)
         if self.groups is not None:
             if pin.groups is not None:
-                self._beside -= Counter(self.groups.pages(pin.groups))
-                pin.groups.close()
-                pin.groups = None
-            self.groups.unpinned(node)
+                self._beside -= Counter(pin.groups.tolist())
+            self.groups.unpinned(node, pin.groups)
+            pin.groups = None
 
     def _forget(self, pin: Pin) -> None:
         pin.spot = None

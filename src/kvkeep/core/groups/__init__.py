@@ -8,21 +8,19 @@ a later request resume. Rows and states take pages of the same pool: several eac
 neighbours. So all groups share one budget, no split between them is fixed, and nothing is padded by
 more than a page.
 
-    plan.py       GroupPlan: sizes and places, from a model's geometry
-    tensors.py    GroupedTensors: the memory
-    tables.py     SequenceGroups: one sequence; of that, rows.py has its rows, copies.py copies that
-                  wait, and its mark and checkpoints
-    board.py      GroupBoard: rows and checkpoints of the whole tree, and their recount; stored.py
-                  rows by base page, units.py references, what goes first, what pins keep
+    plan.py         GroupLayout: sizes in pages; GroupPlan: from a model's geometry, in bytes
+    tensors.py      GroupedTensors: the memory
+    rows.py         TreeRows, RowTables: rows of the tree and of a sequence, and their references
+    checkpoints.py  GroupBoard: checkpoints of the tree, what goes first for room, and the recount
+    sequence.py     SequenceGroups: the passes of one sequence, its copies and planned checkpoints
 """
 
 from __future__ import annotations
 
-from kvkeep.core.groups.board import GroupBoard, GroupStats
-from kvkeep.core.groups.copies import RowCopy, StateCopy
-from kvkeep.core.groups.plan import GroupPlan, LayerPlace
-from kvkeep.core.groups.tables import SequenceGroups
-from kvkeep.core.pages.layout import GroupLayout, StateSpec, WindowSpec
+from kvkeep.core.groups.checkpoints import GroupBoard, GroupStats
+from kvkeep.core.groups.plan import GroupLayout, GroupPlan, LayerPlace, StateSpec, WindowSpec
+from kvkeep.core.groups.rows import RowCopy, StateCopy
+from kvkeep.core.groups.sequence import SequenceGroups
 
 __all__ = [
     "GroupBoard",

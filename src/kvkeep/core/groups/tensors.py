@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry import KVGeometry, LayerGroup, format_bytes
-from kvkeep.core.groups.copies import RowCopy, StateCopy
+from kvkeep.core.groups.rows import RowCopy, StateCopy
 
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
@@ -212,15 +212,14 @@ class GroupedTensors:
         )  # fmt: skip
 
     def _state_parts(self) -> Iterable[StatePart]:
-        tp = self.plan.geometry.tp
+        offset, tp = 0, self.plan.geometry.tp
         for group in self.plan.geometry.groups:
             for layer in group.layers if group.state else ():
                 for tensor in group.state:
-                    yield StatePart(
-                        layer, tensor.name, self.plan.state_offset(layer, tensor.name),
-                        tensor.bytes_per_layer(tp), getattr(torch, tensor.dtype),
-                        tensor.rank_shape(tp),
-                    )  # fmt: skip
+                    nbytes = tensor.bytes_per_layer(tp)
+                    dtype, shape = getattr(torch, tensor.dtype), tensor.rank_shape(tp)
+                    yield StatePart(layer, tensor.name, offset, nbytes, dtype, shape)
+                    offset += nbytes
 
     def _index(self, pages: PageArray) -> Tensor:
         return torch.from_numpy(pages.astype(np.int64)).to(self.device)

@@ -117,7 +117,7 @@ class Node(Entry):
     @property
     def group_pages(self) -> int:
         """Pool pages that are kept beside its own, of groups of layers."""
-        pages: int = 0 if self.groups is None else self.groups.num_pages
+        pages: int = 0 if self.groups is None else self.groups.pages_beside(self)
         return pages
 
     @property
@@ -128,7 +128,7 @@ class Node(Entry):
     @property
     def points(self) -> tuple[int, ...]:
         """Its checkpoints, in pages of its path."""
-        points: tuple[int, ...] = () if self.groups is None else self.groups.points
+        points: tuple[int, ...] = () if self.groups is None else self.groups.points(self)
         return points
 
     def before(self) -> tuple[Namespace, bytes]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event
     from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.groups import GroupLayout
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.public import PublicPrefixes
     from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.observe.explain.answer import ExplainSummary, Explanation

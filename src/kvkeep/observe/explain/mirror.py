@@ -18,8 +18,8 @@ from kvkeep.observe.explain.reasons import QueriedPrompt, Reasons
 if TYPE_CHECKING:
     from kvkeep.core.events import Event
     from kvkeep.core.extras import Extras
+    from kvkeep.core.groups import GroupLayout
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.answer import Span
     from kvkeep.observe.explain.ledger import Rows

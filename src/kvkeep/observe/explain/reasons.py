@@ -16,8 +16,8 @@ from kvkeep.observe.explain.nearest import GRAM
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvkeep.core.groups import GroupLayout
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.layout import GroupLayout
     from kvkeep.core.tokens import TokenArray
     from kvkeep.observe.explain.ledger import NamespaceUnits, Rows, UnitLedger, UnitState
     from kvkeep.observe.explain.nearest import Nearest, PromptHistory, SeenPrompt

@@ -23,8 +23,7 @@ from kvkeep.serve.engine.request import BY_ARRIVAL, Answer
 
 if TYPE_CHECKING:
     from kvkeep.core.cache import PagedCache
-    from kvkeep.core.groups import GroupPlan, RowCopy, SequenceGroups, StateCopy
-    from kvkeep.core.pages.layout import GroupLayout
+    from kvkeep.core.groups import GroupLayout, GroupPlan, RowCopy, SequenceGroups, StateCopy
     from kvkeep.serve.engine.offload.offload import Offload
     from kvkeep.serve.engine.params import Limits
     from kvkeep.serve.engine.request import Answer, Request
@@ -124,7 +123,7 @@ class GroupPasses:
         if planned is None or planned != answer.computed:
             return None
         groups = _groups(answer)
-        if not groups.is_guess(planned):  # guesses are not worth writing to a store
+        if not groups.is_tail(planned):  # not worth writing to a store beside that of the end
             answer.trail.checkpoint = planned
         return groups.checkpoint(planned)
 
