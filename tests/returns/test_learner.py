@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.returns import AGES, Ended, Returns, Wait, bucket_of
+from kvkeep.core.returns import AGES, Ended, Returns, Wait
 
 TOOL, PERSON = Ended("tool_use"), Ended("end_turn")
 
@@ -29,9 +29,8 @@ def test_a_class_that_returns_soon_is_worth_more() -> None:
     tool = follow(returns, TOOL, 8.0, 200)
     person = follow(returns, PERSON, 300.0, 200)
     returns.learn(tool.since)
-    young = bucket_of(1.0)
-    assert returns.worth(tool.kind, young) > 5 * returns.worth(person.kind, young)
-    assert returns.worth(person.kind, bucket_of(250.0)) > returns.worth(tool.kind, bucket_of(250.0))
+    assert returns.worth(tool.kind, 1.0) > 5 * returns.worth(person.kind, 1.0)
+    assert returns.worth(person.kind, 250.0) > returns.worth(tool.kind, 250.0)
 
 
 def test_levels_of_a_class() -> None:
@@ -39,7 +38,7 @@ def test_levels_of_a_class() -> None:
     wait = follow(returns, TOOL, 8.0, 3)
     stop, turns, usual, tokens = returns.label(wait.kind)
     assert (stop, turns) == ("tool_use", 2)
-    assert usual == bucket_of(8.0) // 4
+    assert usual == AGES.index(8.0) // 4
     assert tokens == (100).bit_length() // 2
     assert wait.turns == 3
     assert wait.gaps == (8.0, 8.0)
@@ -79,8 +78,7 @@ def test_ends_that_a_client_makes_up_take_no_places_for_good() -> None:
         returns.lost(returns.began(Ended(f"made up {at}"), 1, now, tenant="evil"), now)
         returns.returned(returns.began(TOOL, 1, now, tenant="good"), now + 8)
         returns.lost(returns.began(PERSON, 1, now, tenant="good"), now + 3600)
-        if returns.due:
-            returns.learn(now)
+        returns.study(now)
     called = returns.began(TOOL, 1, now, tenant="good")
     ended = returns.began(PERSON, 1, now, tenant="good")
     returns.learn(now)
@@ -99,8 +97,7 @@ def test_a_tenant_whose_conversations_never_return_ends_up_worth_less_than_other
         else:
             wait = returns.began(TOOL, 100, now, tenant="honest")
             returns.returned(wait, now + 0.9)
-        if returns.due:
-            returns.learn(now)
+        returns.study(now)
     assert returns.tenant("flood").octaves < 0 < returns.tenant("honest").octaves
     assert returns.tenant("new").octaves == 0
 
