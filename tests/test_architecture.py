@@ -440,8 +440,7 @@ def test_no_modules_import_each_other() -> None:
 # Room → modules in circles of imports, those for types included: each circle is one thing that was
 # torn apart. A number may only fall; a room without circles leaves the table.
 CIRCLES: dict[str, int] = {
-    "cli": 2, "core.groups": 5, "serve.engine": 3, "serve.server": 2, "store.backends": 2,
-    "store.tiers": 5,
+    "cli": 2, "serve.engine": 3, "serve.server": 2, "store.backends": 2, "store.tiers": 5,
 }  # fmt: skip
 
 
@@ -466,8 +465,8 @@ def test_a_planted_circle_for_types_is_found() -> None:
 LINES: dict[str, int] = {
     "": 100, "bench": 50, "bench.replay": 3850, "bench.traces": 2700, "cli": 7100, "core": 50,
     "core.cache": 3250, "core.cost": 850, "core.errors": 300, "core.events": 300,
-    "core.eviction": 1050, "core.extras": 150, "core.geometry": 1500, "core.groups": 2550,
-    "core.keys": 150, "core.miss_ratio": 500, "core.pages": 1050, "core.prefix": 2450,
+    "core.eviction": 1050, "core.extras": 150, "core.geometry": 1500, "core.groups": 2200,
+    "core.keys": 150, "core.miss_ratio": 500, "core.pages": 950, "core.prefix": 2450,
     "core.public": 300, "core.returns": 700, "core.slots": 550, "core.tokens": 250,
     "integrations": 11600, "observe": 50, "observe.explain": 2700, "observe.telemetry": 600,
     "observe.usage": 800, "serve": 50, "serve.engine": 7950, "serve.http": 1100,
