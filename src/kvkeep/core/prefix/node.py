@@ -339,10 +339,11 @@ def path_pages(node: Node, start: int, stop: int) -> PageArray:
     """
     parts: list[PageArray] = []
     while node.end > start and node.parent is not None:
-        first = node if node.trail is None else node.trail.nodes[0]
+        first: Node = node if node.trail is None else node.trail.nodes[0]
         if first.depth < stop:
             pages = node.pages if node.trail is None else node.trail.pages
             parts.append(pages[max(0, start - first.depth) : min(stop, node.end) - first.depth])
+        assert first.parent is not None
         node = first.parent
     return joined(parts[::-1])
 
