@@ -299,14 +299,17 @@ def test_copies_in_one_kernel_are_those_in_order(copies: list[tuple[int, int, in
     memory._batched = True
     fill(memory)
     pages = list(contents(memory))
-    memory.copy([PageCopy(*map(np.int32, copy)) for copy in copies])
+    rows: Any = np.array(copies, np.int32).reshape(-1, 3)
+    memory.copy(rows)
     for src, dst, _ in copies:
         pages[dst] = pages[src]
     assert torch.equal(contents(memory), torch.stack(pages))
 
 
-WRONG_COPIES = [(0, 4, 1), (4, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 1, 0), (0, 1, 5), (0, 1, -1)]
-WRONG_COPIES += [(0, 1), (0, 1, 2, 3), (0.0, 1, 2), (0, 1, 2.0), ("0", 1, 2), None, 7, (None, 1, 2)]
+WRONG_COPIES: list[Any] = [
+    (0, 4, 1), (4, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 1, 0), (0, 1, 5), (0, 1, -1), (0, 1),
+    (0, 1, 2, 3), (0.0, 1, 2), (0, 1, 2.0), ("0", 1, 2), None, 7, (None, 1, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG_COPIES)
