@@ -41,7 +41,6 @@ from kvkeep.core.events import (
 from kvkeep.core.eviction import EvictionPolicy, policy
 from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.extras import as_extras, signed
-from kvkeep.core.groups import GroupBoard, GroupLayout, SequenceGroups
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.pages import GrowingArray, PageCopy, PagePool
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cache.views import CacheMap, NodeView
     from kvkeep.core.events import Hook
     from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.groups import GroupBoard, GroupLayout, SequenceGroups
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint, PromptWatch
     from kvkeep.core.pages.tables import PageArray
@@ -169,8 +169,13 @@ class PagedCache:
         clock: Callable[[], float] = time.monotonic,
         reuse: bool = True,
     ) -> None:
-        self.groups = page_size if isinstance(page_size, GroupLayout) else None
-        tokens = page_size.page_size if isinstance(page_size, GroupLayout) else page_size
+        tokens: object = page_size
+        self.groups: GroupLayout | None = None
+        if not isinstance(page_size, int):  # a plain model loads nothing of groups
+            from kvkeep.core.groups import GroupLayout  # noqa: PLC0415 - as above
+
+            if isinstance(page_size, GroupLayout):
+                self.groups, tokens = page_size, page_size.page_size
         self.page_size = whole("page_size", tokens, 1, _MAX_PAGE_SIZE)
         check_type("clock", clock, Callable, "a function that returns seconds")
         self.pool = PagePool(num_pages, self._make_room)
@@ -198,6 +203,8 @@ class PagedCache:
         self.board: GroupBoard | None = None
         """Rows and states beside the pages; None for a plain model."""
         if self.groups is not None:
+            from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - as above
+
             self.board = self.pins.groups = GroupBoard(
                 self.groups, self.pool, self.tree, self.lock, self.pins.covered, reuse=self.reuse
             )
@@ -486,6 +493,8 @@ class PagedCache:
                 available = self._available() - self.tree.protects(taken) - beside
             if needed <= available:
                 board.counters.resumes_given_up += given_up
+                from kvkeep.core.groups import SequenceGroups  # noqa: PLC0415 - only where needed
+
                 groups = SequenceGroups(board)
                 groups.hold(path[:page], checkpoint)
                 return groups, taken
