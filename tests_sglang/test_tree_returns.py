@@ -39,7 +39,7 @@ class Talks:
     @property
     def waits(self) -> list[Any]:
         assert self.tree._returns is not None
-        return list(self.tree._returns.returns)
+        return list(self.tree.policy.returns)
 
     def fresh(self, count: int) -> list[int]:
         self.next_token += count
