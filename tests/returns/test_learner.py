@@ -48,6 +48,7 @@ def test_waits_are_bounded_and_what_is_dropped_is_counted() -> None:
     returns = Returns(most=10)
     waits = [returns.began(TOOL, 1, float(at)) for at in range(25)]
     assert len(returns) == 10
+    assert returns.forgotten == 15
     assert [wait.over for wait in waits] == [True] * 15 + [False] * 10
 
 

@@ -398,24 +398,26 @@ _MOST_CLASSES: Final = 4096  # beyond, what would be a new class counts as the m
 _MOST_TENANTS: Final = 4096
 _LONGEST: Final = 10  # class of the longest answers, of a million tokens and more
 _GAPS: Final = 5  # the latest pauses of a conversation, for their median
-# Learned anew after this many changes and half of what waits: that bounds the cost of each.
+# Learned anew after this many changes, or half of all waits and classes: that bounds the cost.
 _LEARN: Final = 64
 # Half-life of what was counted, in ends of waits.
 _HALF_LIFE: Final = 20_000
 # A tenant's own share of returns counts as much as that of all others after so many returns.
 _TENANT_WEIGHT: Final = 8.0
 _MOST_OCTAVES: Final = 4
-# Of a step of learning, which takes less than a millisecond:
-_STEP: Final = 1024  # waits, or tenants
+# Of a step of learning, less than a millisecond each:
+_STEP_WAITS: Final = 2048
+_STEP_TENANTS: Final = 512
 _STEP_CLASSES: Final = 64
 
 
 class Tenant:
     """How often a tenant's conversations returned, and how often those of others would have."""
 
-    __slots__ = ("expected", "octaves", "returns", "waiting")
+    __slots__ = ("_above", "_below", "expected", "octaves", "returns", "waiting")
 
     def __init__(self) -> None:
+        self._above = self._below = 0.0  # the ratios between which `octaves` stays
         self.returns = 0.0
         self.expected = 0.0  # of waits that are over
         self.waiting = 0.0  # returns expected so far of waits that are not over
@@ -425,8 +427,11 @@ class Tenant:
     def judge(self) -> None:
         """Set `octaves` from the counts."""
         expected = self.expected + self.waiting + _TENANT_WEIGHT
-        octaves = round(math.log2((self.returns + _TENANT_WEIGHT) / expected))
-        self.octaves = min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
+        ratio = (self.returns + _TENANT_WEIGHT) / expected
+        if not self._below <= ratio < self._above:
+            octaves = round(math.log2(ratio))
+            self._below, self._above = 2.0 ** (octaves - 0.5), 2.0 ** (octaves + 0.5)
+            self.octaves = min(_MOST_OCTAVES, max(-_MOST_OCTAVES, octaves))
 
 
 class Wait:
@@ -491,6 +496,8 @@ class Returns:
         """What is learned of answers that no prompt contains."""
         self.version = 0
         """Grows with what was learned."""
+        self.forgotten = 0
+        """Waits that were dropped because there were too many."""
         hazards = self.times.hazards(np.zeros((1, BUCKETS)))
         self._passed = np.cumsum(hazards, axis=1)  # returns expected before each bucket ends
         self._worths: list[list[float]] = self.times.worths(hazards).tolist()
@@ -498,7 +505,7 @@ class Returns:
         self._kinds: dict[tuple[Hashable, ...], int] = {(): 0}
         self._labels: list[tuple[Hashable, ...]] = [()]
         self._stops = _Common(_STOPS)
-        self._waits: dict[Wait, None] = {}
+        self._waits: OrderedDict[Wait, None] = OrderedDict()
         self._tenants: OrderedDict[Hashable, Tenant] = OrderedDict()
         self._changes = 0
         self._lesson: Iterator[None] | None = None
@@ -536,6 +543,7 @@ class Returns:
         self._waits[wait] = None
         self._changes += 1
         if len(self._waits) > self._most:
+            self.forgotten += 1
             self.lost(next(iter(self._waits)), now)
         return wait
 
@@ -613,11 +621,11 @@ class Returns:
         waits: list[Wait] = []
         places = [np.empty(0, np.intp)]
         yield
-        for at in range(0, len(every), _STEP):
-            for wait in every[at : at + _STEP]:
+        for at in range(0, len(every), _STEP_WAITS):
+            for wait in every[at : at + _STEP_WAITS]:
                 if now - wait.since >= AGES[-1]:
                     self.lost(wait, now)
-            some = [wait for wait in every[at : at + _STEP] if not wait.over]
+            some = [wait for wait in every[at : at + _STEP_WAITS] if not wait.over]
             ages = now - np.array([wait.since for wait in some])
             buckets = np.searchsorted(_BEGINS, ages, "right")
             places.append(np.array([wait.kind for wait in some], np.intp) * BUCKETS + buckets)
@@ -635,14 +643,14 @@ class Returns:
             worths += self.times.worths(hazards[at : at + _STEP_CLASSES]).tolist()
             yield
         expected: dict[Tenant, float] = {}
-        for at in range(0, len(waits), _STEP):
-            shares = passed.ravel()[place[at : at + _STEP]].tolist()
-            for wait, share in zip(waits[at : at + _STEP], shares, strict=True):
+        for at in range(0, len(waits), _STEP_WAITS):
+            shares = passed.ravel()[place[at : at + _STEP_WAITS]].tolist()
+            for wait, share in zip(waits[at : at + _STEP_WAITS], shares, strict=True):
                 expected[wait.tenant] = expected.get(wait.tenant, 0.0) + share
             yield
         tenants = list(self._tenants.values())
-        for at in range(0, len(tenants), _STEP):
-            for tenant in tenants[at : at + _STEP]:
+        for at in range(0, len(tenants), _STEP_TENANTS):
+            for tenant in tenants[at : at + _STEP_TENANTS]:
                 tenant.returns *= fade
                 tenant.expected *= fade
                 tenant.waiting = expected.get(tenant, 0.0)
@@ -653,7 +661,7 @@ class Returns:
 
     def worth(self, kind: int, age: float) -> float:
         """Return what a wait of a class is worth at an age: returns a second of keeping its KV."""
-        return self._worths[self._learned(kind)][_bucket_of(age)]
+        return self._worths[self._learned(kind)][bisect_right(_BEGINS, age)]
 
     def label(self, kind: int) -> tuple[Hashable, ...]:
         """Return the levels that define a class, from the first one on."""
