@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.returns import AGES, Ended, Returns, Wait
+from kvkeep.core.returns import AGES, Ended, Returns, Wait, bucket_of
 
 TOOL, PERSON = Ended("tool_use"), Ended("end_turn")
 
@@ -29,8 +29,9 @@ def test_a_class_that_returns_soon_is_worth_more() -> None:
     tool = follow(returns, TOOL, 8.0, 200)
     person = follow(returns, PERSON, 300.0, 200)
     returns.learn(tool.since)
-    assert returns.worth(tool.kind, 1.0) > 5 * returns.worth(person.kind, 1.0)
-    assert returns.worth(person.kind, 250.0) > returns.worth(tool.kind, 250.0)
+    young = bucket_of(1.0)
+    assert returns.worth(tool.kind, young) > 5 * returns.worth(person.kind, young)
+    assert returns.worth(person.kind, bucket_of(250.0)) > returns.worth(tool.kind, bucket_of(250.0))
 
 
 def test_levels_of_a_class() -> None:
@@ -38,7 +39,7 @@ def test_levels_of_a_class() -> None:
     wait = follow(returns, TOOL, 8.0, 3)
     stop, turns, usual, tokens = returns.label(wait.kind)
     assert (stop, turns) == ("tool_use", 2)
-    assert usual == AGES.index(8.0) // 4
+    assert usual == bucket_of(8.0) // 4
     assert tokens == (100).bit_length() // 2
     assert wait.turns == 3
     assert wait.gaps == (8.0, 8.0)
@@ -78,7 +79,8 @@ def test_ends_that_a_client_makes_up_take_no_places_for_good() -> None:
         returns.lost(returns.began(Ended(f"made up {at}"), 1, now, tenant="evil"), now)
         returns.returned(returns.began(TOOL, 1, now, tenant="good"), now + 8)
         returns.lost(returns.began(PERSON, 1, now, tenant="good"), now + 3600)
-        returns.study(now)
+        if returns.due:
+            returns.learn(now)
     called = returns.began(TOOL, 1, now, tenant="good")
     ended = returns.began(PERSON, 1, now, tenant="good")
     returns.learn(now)
@@ -97,7 +99,8 @@ def test_a_tenant_whose_conversations_never_return_ends_up_worth_less_than_other
         else:
             wait = returns.began(TOOL, 100, now, tenant="honest")
             returns.returned(wait, now + 0.9)
-        returns.study(now)
+        if returns.due:
+            returns.learn(now)
     assert returns.tenant("flood").octaves < 0 < returns.tenant("honest").octaves
     assert returns.tenant("new").octaves == 0
 

@@ -14,13 +14,12 @@ from kvkeep import PagedCache
 from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
 from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.keys import as_namespace
-from kvkeep.core.returns import Ended
+from kvkeep.core.returns import Ended, bucket_of
 from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.core.eviction.returns import Waits
     from kvkeep.core.returns import Returns, Wait
 
 PAGE = 4
@@ -45,14 +44,9 @@ class Talks:
 
     @property
     def returns(self) -> Returns:
-        return self.waits.returns
-
-    @property
-    def waits(self) -> Waits:
-        policy = self.policy.first if isinstance(self.policy, Shares) else self.policy
-        assert isinstance(policy, ReturnAware)
-        assert policy.waits is not None
-        return policy.waits
+        waits = self.cache.tree.waits
+        assert waits is not None
+        return waits.returns
 
     def fresh(self, count: int) -> list[int]:
         self.next_token += count
@@ -131,8 +125,8 @@ def test_a_prompt_that_is_sent_again_says_nothing_of_the_answer(prefix: str) -> 
             talks.tokens[f"a/{talk}/{attempt}"] = list(prompt)
             talks.turn(f"a/{talk}/{attempt}", 0, TOOL, answer=40)
     assert sum(wait.turns == 2 for wait in talks.returns) == 30
-    worth = talks.returns.answers.worth
-    assert {worth(as_namespace("a"), wait.answer_kind, 40) for wait in talks.returns} == {40}
+    kept = talks.returns.answers.kept
+    assert {kept(as_namespace("a"), wait.answer_kind, 40) for wait in talks.returns} == {40}
 
 
 def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:
@@ -175,7 +169,8 @@ def test_what_is_learned_of_answers_is_what_prompts_repeat(
     """Whatever was evicted meanwhile: nothing is learned, or what is true."""
     chance = random.Random(seed)
     talks = Talks(pages, prefix=prefix)
-    waits = talks.waits
+    waits = talks.cache.tree.waits
+    assert waits is not None
     told: list[tuple[int, int, int]] = []
     read_again = waits.read_again
 
@@ -265,7 +260,7 @@ def test_what_returns_soon_is_kept() -> None:
 
 
 class Checked(ReturnAware):
-    """It compares each victim with the oldest and the newest of each class that it could be."""
+    """It compares each victim with all that it could have been."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,26 +281,33 @@ class Checked(ReturnAware):
         self.here[entry] = None
 
     def pop(self) -> Entry | None:
-        least, version = self.least(), self.returns.version
-        queues = {entry.rank for entry in self.here}
-        ends = [(queue.place, queue.oldest, queue.newest) for queue in queues]
+        least = self.least()
         entry = super().pop()
         if entry is None:
             assert not self.here
             assert least is None
             return None
-        worth = self.worth_of(entry.rank.place, entry.wait.since)
-        assert worth == pytest.approx(least) or version != self.returns.version
-        for place, *ages in ends:
-            for since in ages:
-                assert worth <= self.worth_of(place, since) + 1e-12
+        rank = self.rank(entry)
+        assert rank[0] == least
+        for other in self.here:
+            assert rank <= self.rank(other), (rank, self.rank(other))
         del self.here[entry]
         self.pops += 1
         return entry
 
-    def worth_of(self, place: tuple[int, int], since: float) -> float:
-        kind, octaves = place
-        return -1.0 if kind < 0 else self.returns.worth(kind, self.clock() - since) * 2.0**octaves
+    def rank(self, entry: Entry) -> tuple[float, tuple[int, int, int], float]:
+        """Worth as defined, then what makes the order total."""
+        assert entry.wait is not None
+        assert entry.place is not None
+        kind, octaves, placed = entry.place
+        since = entry.wait.since
+        if kind < 0:
+            assert entry.wait.over
+            return -1.0, entry.place, since
+        assert kind == entry.wait.kind
+        bucket = bucket_of(self.clock() - since)
+        assert bucket == placed, "it is not where its age belongs"
+        return self.returns.worth(kind, bucket) * 2.0**octaves, entry.place, since
 
 
 @settings(max_examples=40, deadline=None)
@@ -380,5 +382,6 @@ def test_conversations_that_are_over_leave_nothing_behind() -> None:
         wait = next(iter(talks.returns))
         talks.returns.lost(wait, talks.now)
     assert len(talks.returns) == 0
-    waits = talks.waits
+    waits = talks.cache.tree.waits
+    assert waits is not None
     assert len(waits._at_roots) <= 16

@@ -39,7 +39,7 @@ def test_worth_is_the_best_ratio_over_all_times_to_give_up(
     chance = random.Random(seed)
     waiting = np.array([[chance.randrange(3) * 1.0 for _ in range(BUCKETS)] for _ in range(5)])
     hazards = np.minimum(times.hazards(waiting), 0.999)
-    worths = times.worths(hazards)
+    worths = times.worths(waiting)
     for kind in range(5):
         for begin in range(0, BUCKETS, 7):
             stays, came, kept, best = 1.0, 0.0, 0.0, 0.0

@@ -37,7 +37,7 @@ class Told(Conversations):
     def __init__(self, clock: Any) -> None:
         super().__init__(SharedReturns(), clock)
         self.learned: list[tuple[Any, ...]] = []
-        self.returns.answers.kind = lambda _tenant, stop, _token: stop  # type: ignore[method-assign]
+        self._first.kind = lambda _tenant, stop, _token: stop  # type: ignore[method-assign]
         answers = self.returns.answers.returned
         self.returns.answers.returned = lambda *told: (self.learned.append(told), answers(*told))[1]  # type: ignore[method-assign,func-returns-value]
 

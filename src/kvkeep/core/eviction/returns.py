@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.prefix.node import Root
 from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
-from kvkeep.core.returns import AGES, Ended, Returns, Wait
+from kvkeep.core.returns import AGES, BUCKETS, Ended, Returns, Wait, bucket_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable
     from typing import Self
 
     import numpy.typing as npt
@@ -22,25 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ReturnAware", "RunningPrompt", "Waits"]
 
-_BEHIND: Final = -1
-"""The class of runs that their conversations have left behind."""
+_LEFT: Final = (-1, 0, 0)
 _MOST_SHARED: Final = 3  # octaves: a run that eight conversations may need is not worth more
-_RANKED: Final = 256  # queues for each victim, at most
 
-
-class _ClassQueue(AgeQueue[float]):
-    """The candidates of a `place`, by when their waits began.
-
-    ``item`` is its newest item in the order of queues.
-    """
-
-    __slots__ = ("item", "newest_first", "place")
-
-    def __init__(self, place: tuple[int, int]) -> None:
-        super().__init__()
-        self.place = place
-        self.newest_first = False
-        self.item: tuple[float, float, int, _ClassQueue] | None = None
+Place = tuple[int, int, int]
+"""Class of the wait, octaves above what the class is worth, bucket of its age."""
 
 
 class ReturnAware(EvictionPolicy):
@@ -49,14 +36,13 @@ class ReturnAware(EvictionPolicy):
     The worth is learned online, by class and age of the wait (`kvkeep.core.returns.Returns`). Runs
     that a conversation has left behind go first, oldest first. A run that several conversations
     wait behind is worth as much as all of them, up to eight. Runs of equal worth go in the order of
-    their waits; a run that no wait is known of counts as one of the most general class.
+    their last use; a run that no wait is known of counts as one of the most general class.
 
-    Of each class, the run that waits longest and the one that began last are compared: what is
-    worth least is one of them as long as the worth of a class rises with age up to a peak, and
-    falls behind it. So nothing moves as it ages.
+    Entries wait in one queue per class, factor and age bucket, oldest first. They move to the next
+    queue as they age.
 
-    Cost: O(log n) a victim. Each looks up what 256 classes are worth at most, of those that changed
-    since, and of all every two seconds. A hit costs nothing.
+    Cost: O(log n) an entry, for each half octave of its age, and O(queues) after each time that
+    something was learned. A hit costs nothing.
     """
 
     name = "returns"
@@ -69,12 +55,14 @@ class ReturnAware(EvictionPolicy):
         self.waits: Waits | None = None
         """Where conversations wait, of a policy for the runs of a tree."""
         self._running: dict[Hashable, RunningPrompt] = {}
-        self._queues: dict[tuple[int, int], _ClassQueue] = {}
-        self._changed: dict[_ClassQueue, None] = {}  # since their worth was looked up
-        self._order: list[tuple[float, float, int, _ClassQueue]] = []  # a heap
-        self._items = 0
-        self._looked = -1, 0.0  # the version and the time at which all queues were looked up
+        self._version = -1
+        self._queues: dict[Place, AgeQueue[float]] = {}
+        self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once …
+        self._idle: set[Place] = set()  # … but those that were empty when they came first
+        self._aged = 0.0
         self._length = 0
+        self._popped = _LEFT
+        self._popped_wait: Wait | None = None
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         """Order by waits that ``returns`` learns from, by ``clock``, in seconds."""
@@ -130,115 +118,129 @@ class ReturnAware(EvictionPolicy):
         assert self.waits is not None
         self.waits.evicted(leaf, parent)
 
-    # --- candidates --------------------------------------------------------------------------
+    # --- queues ------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
         wait = entry.wait
         if wait is None:
-            wait = entry.wait = Wait(0, self.clock(), 0, (), self.returns.tenant(None))
-        place = self._place(wait, entry.followers)
-        queue = self._queues.get(place)
-        if queue is None:
-            queue = self._queues[place] = _ClassQueue(place)
-        entry.rank = queue
-        queue.push(entry, wait.since)
-        self._changed[queue] = None
+            wait = entry.wait = self.unknown()
+        self._push(entry, wait.since, self._placed(wait, entry.followers))
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        entry.rank.remove(entry)
-        self._changed[entry.rank] = None
+        self._queues[entry.rank].remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
-        """Remove the candidate that is worth least."""
+        """Remove the oldest entry of the queue that is worth least."""
         if not self._length:
             return None
-        queue = self._first()
-        entry = queue.pop_newest() if queue.newest_first else queue.pop()
-        self._changed[queue] = None
+        place = self._first()
+        entry = self._queues[place].pop()
+        assert entry is not None
         self._length -= 1
+        self._popped, self._popped_wait = place, entry.wait
         return entry
-
-    def put_back(self, entry: Entry) -> None:
-        queue = entry.rank
-        if queue.place != self._place(entry.wait, entry.followers):
-            self.add(entry)  # its tail took a wait along
-            return
-        oldest = queue.oldest
-        if oldest is None or entry.wait.since <= oldest:
-            queue.put_back(entry, entry.wait.since)
-        else:
-            queue.push(entry, entry.wait.since)
-        self._changed[queue] = None
-        self._length += 1
 
     def least(self) -> float | None:
         """Return what the next victim is worth, in returns a second."""
-        if not self._length:
-            return None
-        item = self._first().item
-        assert item is not None
-        return item[0]
+        return self._worth(self._first()) if self._length else None
+
+    def _first(self) -> Place:
+        """Return the place of the next victim; there is one."""
+        now = self.clock()
+        if abs(now - self._aged) >= AGES[1]:
+            self._age(now)
+        if self.returns.due:
+            self.returns.learn(now)
+        if self._version != self.returns.version:
+            self._rank()
+        order, queues = self._order, self._queues
+        while not len(queues[order[0][1]]):
+            self._idle.add(heapq.heappop(order)[1])
+        return order[0][1]
+
+    def put_back(self, entry: Entry) -> None:
+        """Make the entry just popped the next victim of its queue."""
+        assert entry.wait is not None
+        if entry.wait is not self._popped_wait or entry.wait.over != (self._popped == _LEFT):
+            # Its tail took a wait along.
+            self.add(entry)
+            return
+        queue = self._queues[self._popped]  # it was not removed: the entry came from it
+        queue.put_back(entry, entry.wait.since)
+        entry.rank = self._popped
+        self._length += 1
 
     def __len__(self) -> int:
         return self._length
 
     # --- worth -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _place(wait: Wait, followers: int) -> tuple[int, int]:
-        """Return the class of a run's wait, and the octaves that it is worth more."""
+    def unknown(self) -> Wait:
+        """Return a wait of the most general class, which begins now."""
+        return Wait(0, self.clock(), 0, (), self.returns.tenant(None))
+
+    def worth_of(self, wait: Wait, followers: int) -> float:
+        """Return the worth of a run that ``wait`` and as many as ``followers`` wait for."""
+        return self._worth(self._placed(wait, followers))
+
+    def _placed(self, wait: Wait, followers: int) -> Place:
         if wait.over:
-            return _BEHIND, 0
+            return _LEFT
         octaves = wait.tenant.octaves
         if followers > 1:
             octaves += min(_MOST_SHARED, followers.bit_length() - 1)
-        return wait.kind, octaves
+        return wait.kind, octaves, bucket_of(self.clock() - wait.since)
 
-    def _worth(self, place: tuple[int, int], age: float) -> float:
-        kind, octaves = place
-        return -1.0 if kind < 0 else self.returns.worth(kind, age) * 2.0**octaves
+    def _push(self, entry: Entry, since: float, place: Place) -> None:
+        (self._queues.get(place) or self._begun(place)).push(entry, since)
+        entry.rank = place
 
-    def _first(self) -> _ClassQueue:
-        """Return the queue of the next victim; there is one."""
-        now = self.clock()
-        self.returns.study(now)
-        changed, order = self._changed, self._order
-        version, looked = self._looked
-        if version != self.returns.version or abs(now - looked) >= AGES[1]:
-            self._looked = self.returns.version, now
-            changed.update(dict.fromkeys(self._queues.values()))
-        for _ in range(min(_RANKED, len(changed))):
-            self._rank(changed.popitem()[0], now)
-        while True:
-            while order and order[0] is not order[0][3].item:
-                heapq.heappop(order)
-            if order and order[0][3] not in changed:
-                return order[0][3]
-            queue = order[0][3] if order else next(iter(changed))
-            del changed[queue]
-            self._rank(queue, now)
+    def _begun(self, place: Place) -> AgeQueue[float]:
+        """Return the queue of ``place``, and order it if it is new or was idle."""
+        queue = self._queues.get(place)
+        if queue is None:
+            queue = self._queues[place] = AgeQueue()
+        elif place in self._idle:
+            self._idle.discard(place)
+        else:
+            return queue
+        heapq.heappush(self._order, (self._worth(place), place))
+        return queue
 
-    def _rank(self, queue: _ClassQueue, now: float) -> None:
-        """Look up what a queue is worth; one without candidates ends."""
-        since = queue.oldest
-        if since is None:
-            queue.item = None
-            del self._queues[queue.place]
-            return
-        worth, last = (self._worth(queue.place, now - at) for at in (since, queue.newest))
-        queue.newest_first = last < worth
-        if queue.newest_first:
-            worth, since = last, queue.newest
-        item = queue.item
-        if item is None or item[0] != worth or item[1] != since:
-            self._items += 1
-            queue.item = worth, since, self._items, queue
-            heapq.heappush(self._order, queue.item)
-            if len(self._order) > 4 * len(self._queues) + 64:
-                self._order[:] = [item for item in self._order if item is item[3].item]
-                heapq.heapify(self._order)
+    def _worth(self, place: Place) -> float:
+        kind, octaves, bucket = place
+        return -1.0 if place == _LEFT else self.returns.worth(kind, bucket) * 2.0**octaves
+
+    def _rank(self) -> None:
+        """Order the queues by what was learned."""
+        self._version = self.returns.version
+        for place in self._idle:
+            del self._queues[place]
+        self._idle.clear()
+        self._order = [(self._worth(place), place) for place in self._queues]
+        heapq.heapify(self._order)
+
+    def _age(self, now: float) -> None:
+        """Move entries that grew older: once per bucket that an entry lives to see."""
+        self._aged = now
+        for place in list(self._queues):
+            kind, octaves, bucket = place
+            queue = self._queues[place]
+            if place == _LEFT or bucket == BUCKETS - 1 or not len(queue):
+                continue
+            older = queue.pop_until(now - AGES[bucket + 1])
+            begin = -math.inf if bucket + 2 == BUCKETS else now - AGES[bucket + 2]
+            if any(since <= begin for _, since in older):  # nothing was evicted for long
+                for entry, since in older:
+                    self._push(entry, since, (kind, octaves, bucket_of(now - since)))
+            elif older:
+                next_place = kind, octaves, bucket + 1
+                push = self._begun(next_place).push
+                for entry, since in older:
+                    push(entry, since)
+                    entry.rank = next_place
 
     def describe(self, entry: Entry, moment: int) -> str:
         wait = entry.wait
@@ -246,8 +248,7 @@ class ReturnAware(EvictionPolicy):
             return super().describe(entry, moment)
         if wait.over:
             return "left behind by its conversation"
-        age = self.clock() - wait.since
-        worth = self._worth(self._place(wait, entry.followers), age)
+        age, worth = self.clock() - wait.since, self.worth_of(wait, entry.followers)
         return f"waits for {age:.3g} s, worth {worth:.3g} returns/s"
 
 
@@ -259,7 +260,7 @@ _SLACK: Final = 1
 """Pages at the end of a prompt that may differ in the conversation's next one."""
 
 
-class _EvictedWaits(dict[Any, Wait]):
+class EvictedWaits(dict[Any, "Wait"]):
     """Waits whose runs were evicted, by the symbols of the first evicted page.
 
     Those that are over are dropped when they may be half of all.
@@ -271,7 +272,7 @@ class _EvictedWaits(dict[Any, Wait]):
         super().__init__()
         self._most = 16
 
-    def put(self, key: object, wait: Wait) -> None:
+    def keep(self, key: object, wait: Wait) -> None:
         """Set the wait of ``key``. Cost: O(1), amortised."""
         self[key] = wait
         if len(self) > self._most:
@@ -300,13 +301,17 @@ class Waits:
         self._page_size = tree.page_size
         self.returns = returns
         self.clock = clock
-        # Behind empty prefixes, also by namespace: roots are removed when nothing is stored.
-        self._at_roots = _EvictedWaits()
+        self._at_roots = EvictedWaits()
+        """For empty prefixes, by namespace, too: roots are removed when nothing is stored."""
 
     # --- requests ----------------------------------------------------------------------------
 
     def opened(
-        self, hold: Node, prompt: int, tenant: Hashable, following: Callable[[], bytes]
+        self,
+        hold: Node,
+        prompt: int,
+        tenant: Hashable,
+        following: Callable[[], bytes],
     ) -> RunningPrompt:
         """End the wait of the conversation that a ``prompt`` of so many tokens continues.
 
@@ -315,14 +320,14 @@ class Waits:
         as of a request that is sent again, needs the same KV and ends the wait; of the answer it
         says nothing.
         """
-        wait = self._ended_by(hold, following)
+        wait = self.ended_by(hold, following)
         if wait is not None:
             if prompt > wait.prompt:
-                again = self.read_again(wait, hold, following)
+                again = self.read_again(wait, hold, hold.end * self._page_size, following)
                 if again is not None:
                     kind = wait.answer_kind
                     self.returns.answers.returned(tenant, kind, wait.answer, again)
-            self._end(wait, hold)
+            self.end(wait, hold, self.clock())
         return RunningPrompt(wait, prompt, tenant)
 
     def closed(
@@ -337,8 +342,8 @@ class Waits:
 
         That counts the tokens stored of it, and ``first`` is its first one.
         """
-        ended, tenant, returns = ended or _UNKNOWN, request.tenant, self.returns
-        wait = returns.began(
+        ended, tenant = ended or _UNKNOWN, request.tenant
+        wait = self.returns.began(
             ended,
             answer if ended.tokens is None else ended.tokens,
             self.clock(),
@@ -347,46 +352,43 @@ class Waits:
         )
         wait.prompt, wait.answer = request.tokens, answer
         first = first if ended.first is None else ended.first
-        kind = wait.answer_kind = returns.answers.ended(tenant, ended.stop, first)
-        size = self._page_size
-        wait.place = max(1, wait.prompt // size - _SLACK)
-        read = returns.answers.worth(tenant, kind, answer)
-        end = -(-(wait.prompt + read) // size)
-        if read < answer and 0 < end < hold.end:
-            hold = self._leave(hold, end, wait)
-        before = _live(hold.wait)
-        if before is not None:
-            returns.lost(before, self.clock())
-        hold.wait = wait
-        wait.end = hold.end
+        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
+        kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)
+        self.begin(hold, wait, kept=kept)
 
-    def _ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
+    def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
         """Return the wait that ends with a prompt which matches up to the end of ``hold``.
 
         ``following`` returns the symbols of the prompt's next page. None: no conversation is known
         to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
         """
-        evicted = self._evicted(hold)
-        if evicted:
-            wait = evicted.get(_key(hold, following()))
+        gone = self._at_roots if isinstance(hold, Root) else hold.returns
+        if gone:
+            wait = gone.get(_key(hold, following()))
             if wait is not None and not wait.over:
                 return wait
-        wait = _conversation(hold)
-        if wait is not None and not (evicted and wait.evicted):
+        wait = self._told(hold)
+        if wait is not None and not (gone and wait.evicted):
             return wait
-        for node in _behind(hold):
-            wait = _conversation(node)
+        node = hold
+        for _ in range(_RUNS):
+            if len(node.children) != 1:
+                break
+            (node,) = node.children.values()
+            wait = self._told(node)
             if wait is not None:
                 return wait if wait.place <= hold.end else None
         return None
 
-    def read_again(self, wait: Wait, hold: Node, following: Callable[[], bytes]) -> int | None:
+    def read_again(
+        self, wait: Wait, hold: Node, tokens: int, following: Callable[[], bytes]
+    ) -> int | None:
         """Return how many tokens of the answer before ``wait`` a prompt contains that ends it.
 
-        The prompt matches up to the end of ``hold``. None: what was evicted meanwhile would tell.
+        The prompt matches ``tokens`` tokens, up to the end of ``hold``. Call it before `end`. None:
+        what was evicted meanwhile would tell.
         """
         size = self._page_size
-        tokens = hold.end * size
         if wait.evicted:
             return None
         if tokens >= (wait.prompt + wait.answer - 1) // size * size:
@@ -402,18 +404,33 @@ class Waits:
             return None  # its tail is gone
         return min(wait.answer, max(0, tokens - wait.prompt))
 
+    def begin(self, hold: Node, wait: Wait, *, kept: int) -> None:
+        """Attach a wait to the run where its request ended, which is held.
+
+        The ``kept`` first tokens of its answer are expected to be in the next prompt.
+        """
+        size = self._page_size
+        wait.place = max(1, wait.prompt // size - _SLACK)
+        end = -(-(wait.prompt + kept) // size)
+        if kept < wait.answer and 0 < end < hold.end:
+            hold = self._leave(hold, end, wait)
+        before = self._at(hold)
+        if before is not None:
+            self.returns.lost(before, self.clock())
+        hold.wait = wait
+        wait.end = hold.end
+
     def _leave(self, hold: Node, end: int, wait: Wait) -> Node:
         """Leave the answer behind: all runs of a request behind ``end`` pages; return its prompt's.
 
         Runs behind which others go on keep their own waits.
         """
         wait.unread = b""
-        answer = Wait(wait.kind, wait.since, 0, (), wait.tenant)
-        answer.over, answer.unread_of = True, wait
+        left = self.returns.left(wait)
         node = hold
         while True:
-            if _live(node.wait) is None:
-                node.wait = answer
+            if self._at(node) is None:
+                node.wait = left
             if node.depth <= end:
                 break
             assert node.parent is not None
@@ -423,31 +440,48 @@ class Waits:
         assert node.parent is not None
         return node.parent
 
-    def _end(self, wait: Wait, hold: Node) -> None:
+    def end(self, wait: Wait, hold: Node, now: float) -> None:
         """Record that a wait at or behind ``hold`` is over, as its conversation has returned.
 
         A run that the conversation left behind becomes one of the next victims.
         """
-        self.returns.returned(wait, self.clock())
+        self.returns.returned(wait, now)
         node = hold
-        if node.wait is not wait and not wait.evicted:
-            node = next((node for node in _behind(hold) if node.wait is wait), hold)
-        self._settle(node)
-        if self._tree.is_candidate(node):
-            self._tree.dequeue(node)
-            self._tree.enqueue(node)
+        for _ in range(1 if wait.evicted else _RUNS):
+            if node.wait is wait:
+                self._settle(node)
+                if self._tree.is_candidate(node):
+                    self._tree.dequeue(node)
+                    self._tree.enqueue(node)
+                return
+            if len(node.children) != 1:
+                break
+            (node,) = node.children.values()
+        self._settle(hold)
 
     def _settle(self, node: Node) -> None:
         """Give a run whose own wait is over the latest one behind it that is not."""
-        evicted = node.returns
-        while evicted:
-            key = next(reversed(evicted))
-            if not evicted[key].over:
-                if _live(node.wait) is None:
-                    node.wait = evicted[key]
+        gone = node.returns
+        while gone:
+            key = next(reversed(gone))
+            if not gone[key].over:
+                if self._at(node) is None:
+                    node.wait = gone[key]
                 break
-            del evicted[key]
-        node.followers = len(evicted or ())
+            del gone[key]
+        node.followers = len(gone or ())
+
+    def _at(self, node: Node) -> Wait | None:
+        """Return the wait at a run, if it is followed and not over."""
+        wait = node.wait
+        return wait if wait is not None and not wait.over and wait in self.returns else None
+
+    def _told(self, node: Node) -> Wait | None:
+        """Return the wait at a run, or that of the conversation whose answer the run is."""
+        wait = node.wait
+        if wait is not None and wait.unread_of is not None:
+            wait = wait.unread_of
+        return wait if wait is not None and not wait.over and wait in self.returns else None
 
     # --- events of the tree ------------------------------------------------------------------
 
@@ -459,19 +493,19 @@ class Waits:
         if latest is None:
             return
         latest.evicted = True
-        evicted = self._evicted(parent)
-        if evicted is None:
-            evicted = parent.returns = _EvictedWaits()
-        key = _key(parent, leaf.key)
-        before = evicted.get(key)
-        if before is not None and before is not latest:
-            self.returns.lost(before, self.clock())
-        evicted.put(key, latest)
-        if evicted is parent.returns:
-            parent.followers = len(evicted)
-            wait = _live(parent.wait)
-            if wait is None or wait.since < latest.since:
+        if isinstance(parent, Root):
+            gone = self._at_roots
+        else:
+            gone = parent.returns = EvictedWaits() if parent.returns is None else parent.returns
+            own = self._at(parent)
+            if own is None or own.since < latest.since:
                 parent.wait = latest
+        key = _key(parent, leaf.key)
+        other = gone.get(key)
+        if other is not None and other is not latest:
+            self.returns.lost(other, self.clock())
+        gone.keep(key, latest)
+        parent.followers = len(parent.returns or ())
 
     def trimming(self, leaf: Node) -> None:
         """Keep only the latest of what waits behind ``leaf``, whose tail is about to go.
@@ -483,43 +517,18 @@ class Waits:
 
     def _latest(self, leaf: Node) -> Wait | None:
         """Return the wait at or behind ``leaf`` that began last, and give up the others."""
-        latest = _live(leaf.wait)
+        latest = self._at(leaf)
         for wait in () if leaf.returns is None else leaf.returns.values():
             if wait.over or wait is latest:
                 continue
-            earlier = wait
             if latest is None or wait.since > latest.since:
-                latest, earlier = wait, latest
-            if earlier is not None:
-                self.returns.lost(earlier, self.clock())
+                latest, wait = wait, latest  # noqa: PLW2901 - the earlier one is given up
+            if wait is not None:
+                self.returns.lost(wait, self.clock())
         leaf.returns, leaf.followers = None, 0
         return latest
 
-    def _evicted(self, node: Node) -> _EvictedWaits | None:
-        evicted: _EvictedWaits | None = node.returns
-        return self._at_roots if isinstance(node, Root) else evicted
-
-
-def _live(wait: Wait | None) -> Wait | None:
-    """Return ``wait`` if a conversation is followed that waits."""
-    return wait if wait is not None and wait.turns and not wait.over else None
-
-
-def _conversation(node: Node) -> Wait | None:
-    """Return the wait at a run, or that of the conversation whose answer the run is."""
-    wait: Wait | None = node.wait
-    return _live(wait if wait is None else wait.unread_of or wait)
-
-
-def _behind(node: Node) -> Iterator[Node]:
-    """Return the next runs behind ``node``, up to where paths branch."""
-    for _ in range(_RUNS):
-        if len(node.children) != 1:
-            return
-        (node,) = node.children.values()
-        yield node
-
 
 def _key(node: Node, symbols: bytes) -> object:
-    """Return the key in `_EvictedWaits` of a page behind ``node``."""
+    """Return the key in `EvictedWaits` of a page behind ``node``."""
     return (node.namespace, symbols) if isinstance(node, Root) else symbols

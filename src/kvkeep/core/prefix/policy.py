@@ -214,15 +214,24 @@ class AgeQueue(Generic[Age]):
         del self._between[entry]
         return entry
 
-    @property
-    def newest(self) -> Age:
-        """The age of the entry that `pop_newest` would return; there is one."""
-        line = self._line
-        return line[next(reversed(line))] if line else self._heap[0][0]
-
-    def pop_newest(self) -> Entry | None:
-        """Remove and return the newest of the entries that were pushed in order."""
-        return self._line.popitem()[0] if self._line else self.pop()
+    def pop_until(self, age: Age) -> list[tuple[Entry, Age]]:
+        """Remove and return the entries of this age and older ones, with their ages."""
+        line, old = self._line, []
+        for entry, pushed in line.items():
+            if pushed > age:
+                break
+            old.append((entry, pushed))
+        for entry, _ in old:
+            del line[entry]
+        while self._between:
+            pushed, serial, entry = self._heap[0]
+            if self._between.get(entry) == serial:
+                if pushed > age:
+                    break
+                del self._between[entry]
+                old.append((entry, pushed))
+            heapq.heappop(self._heap)
+        return old
 
 
 class QueuePolicy(EvictionPolicy):

@@ -6,13 +6,14 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.returns import Returns, Wait
+from kvkeep.core.returns import FirstTokens, Returns, Wait, bucket_of
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
 
-    from kvkeep.core.returns import Ended, Tenant
+    from kvkeep.core.returns import Ended
+    from kvkeep.core.returns.learner import Tenant
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["BlockWaits", "Chain", "Conversations", "SharedReturns"]
@@ -131,6 +132,7 @@ class Conversations:
         self._at: dict[Place, list[_Conversation]] = {}
         self._lengths: dict[bytes, dict[int, int]] = {}  # by block: of places' tokens, counted
         self._bytes = 0
+        self._first = FirstTokens()
         self._places: OrderedDict[Place, bool] = OrderedDict()
         """Where conversations without tokens waited, and whether several did."""
 
@@ -173,7 +175,7 @@ class Conversations:
             first = ended.first
             if first is None and chain.row is not None and prompt < len(chain.row):
                 first = int(chain.row[prompt])
-            new.kind = self.returns.answers.ended(tenant, ended.stop, first)
+            new.kind = self._first.kind_of(tenant, ended.stop, first)
             self._add(new)
         return wait, left
 
@@ -188,8 +190,8 @@ class Conversations:
             if ended is None:
                 return self.returns.answers.sure(tenant, answer)
             first = first if ended.first is None else ended.first
-            kind = self.returns.answers.kind(tenant, ended.stop, first)
-            return self.returns.answers.worth(tenant, kind, answer)
+            kind = self._first.kind(tenant, ended.stop, first)
+            return self.returns.answers.kept(tenant, kind, answer)
 
     def forget(self, chain: Chain, start: int) -> None:
         """Forget the conversations that wait in ``chain``, at token ``start`` or behind it."""
@@ -373,9 +375,14 @@ class SharedReturns(Returns):
         with self._lock:
             return super().tenant(name)
 
-    def study(self, now: float) -> None:
+    def learn(self, now: float) -> None:
         with self._lock:
-            super().study(now)
+            if self.due:  # else the policy of another tier was faster
+                super().learn(now)
+
+    def worth(self, kind: int, bucket: int) -> float:
+        with self._lock:
+            return super().worth(kind, bucket)
 
 
 class BlockWaits:
@@ -441,8 +448,8 @@ class BlockWaits:
 
     def worth(self, wait: Wait) -> float:
         """Return what keeping KV for the end of ``wait`` is worth now; see `Returns.worth`."""
-        age = self.clock() - wait.since
-        return self.returns.worth(wait.kind, age) * 2.0**wait.tenant.octaves
+        bucket = bucket_of(self.clock() - wait.since)
+        return self.returns.worth(wait.kind, bucket) * 2.0**wait.tenant.octaves
 
 
 def _awaited(waits: tuple[Wait, ...] | None) -> bool:
