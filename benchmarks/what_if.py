@@ -89,7 +89,7 @@ def serve(cache: PagedCache, prompts: list[Tokens], published: int = 0) -> float
         sequence.copies()
         sequence.publish(len(prompt) - published)
         sequence.close()
-    cache.check if cache._watch is None else cache._watch.points()
+    cache.check if cache.watch is None else cache.watch.points()
     return time.thread_time() - begun
 
 

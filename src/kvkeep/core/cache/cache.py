@@ -919,8 +919,8 @@ class Sequence:
         self.id = counters.opened + counters.forked + 1
         self._cache = cache
         self._hold = hold
-        self.namespace = query.namespace
-        self.space = query.space  # that of its first page
+        self.namespace: Namespace = query.namespace
+        self.space: Namespace = query.space  # that of its first page
         self.owner = owner  # the session that owns what this sequence publishes
         self.priority = priority
         self.num_cached = 0
@@ -929,6 +929,7 @@ class Sequence:
         self.returned: Returned | None = None  # what the prompt continues, as far as is known
         self.watched = 0  # pages that the miss-ratio curve has seen
         self.encoder: Encoder
+        self._tokens: TokenRow
         self.public_pages: int | None = None  # None: its prompt has no public prefix
         if isinstance(query, Sequence):
             self.encoder, self._tokens = query.encoder.fork(), query._tokens.fork()
@@ -938,7 +939,7 @@ class Sequence:
             self.encoder = query.encoder or cache.tree.encoder(query.space)
             if query.public:
                 border = Border(query.public, cache.page_size, salt_of(query.namespace))
-                self._tokens: TokenRow = SaltedRow(marks, query.tokens, query.extras, border)
+                self._tokens = SaltedRow(marks, query.tokens, query.extras, border)
                 self.public_pages = query.public // cache.page_size
             else:
                 self._tokens = TokenRow(marks, query.tokens, query.extras)

@@ -351,11 +351,7 @@ class SequenceGroups:
             self._copies.finish()
             self._rows.replace(position, self._board.pool.take)
             self._copies.drop()
-<<<<<<< HEAD:src/kvkeep/core/groups/tables.py
-            self._mark.drop()  # what its windows need is gone
-=======
             self._unmark()  # what its windows need is gone
->>>>>>> w-groups:src/kvkeep/core/groups/sequence.py
             self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:

@@ -202,7 +202,7 @@ class PrefixMatch:
         """
         node = self.end
         while node.depth >= page:
-            trail = node.trail
+            trail: RunTrail | None = node.trail
             first = node if trail is None else trail.nodes[0]
             if trail is not None and first.depth < page:
                 return trail.at(page)
@@ -367,14 +367,14 @@ class Trails:
                         continue
                     left, begin, before = trail, offset, len(parts)
                     alone = before + 1
-                elif trail is left:
+                elif trail is left and left is not None:
                     if len(parts) < before + _SINGLE:
                         inside, alone = inside + 1, alone + 1
                     else:
                         inside, alone = inside - _SINGLE + 1, before + 1
-                        node, count, more = trail.common(memoryview(symbols)[begin:])
-                        parts[before:] = [trail.pages[:count]]
-                        taken = node.size - (node.end - trail.nodes[0].depth - count)
+                        node, count, more = left.common(memoryview(symbols)[begin:])
+                        parts[before:] = [left.pages[:count]]
+                        taken = node.size - (node.end - left.nodes[0].depth - count)
                         if taken < node.size:
                             break
                         offset, more = begin + count * unit, 0

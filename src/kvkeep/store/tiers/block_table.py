@@ -252,7 +252,7 @@ class BlockTable:
         assert spaces == self.spaces
         assert len(self.order) == sum(one.evictable for one in self.blocks.values())
         if self.order.tenants is not None:
-            self.order.tenants.check(self.blocks.values(), rows, self.takes)
+            self.order.tenants.recount(self.blocks.values(), rows, self.takes)
 
 
 _MANY: Final = 1024  # heap entries, beyond which stale ones are dropped

@@ -287,7 +287,7 @@ class TierShares(Shares):
         row = self._oldest_row(lane.tenant)
         return super()._keep(lane) if row is None else (0.0, row.used)
 
-    def check(
+    def recount(
         self,
         blocks: Iterable[OrderedBlock],
         rows: Iterable[PackedRow],
