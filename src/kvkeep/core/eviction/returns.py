@@ -162,13 +162,13 @@ class ReturnAware(EvictionPolicy):
 
     def put_back(self, entry: Entry) -> None:
         """Make the entry just popped the next victim of its queue."""
-        assert entry.wait is not None
-        if entry.wait is not self._popped_wait or entry.wait.over != (self._popped == _LEFT):
+        wait: Wait = entry.wait
+        if wait is not self._popped_wait or wait.over != (self._popped == _LEFT):
             # Its tail took a wait along.
             self.add(entry)
             return
         queue = self._queues[self._popped]  # it was not removed: the entry came from it
-        queue.put_back(entry, entry.wait.since)
+        queue.put_back(entry, wait.since)
         entry.rank = self._popped
         self._length += 1
 
@@ -393,7 +393,7 @@ class Waits:
             return None
         if tokens >= (wait.prompt + wait.answer - 1) // size * size:
             return wait.answer
-        if hold.wait is wait:
+        if wait is hold.wait:
             if wait.unread is None or tokens < wait.end * size:
                 return None
             if wait.unread and wait.unread == following():
