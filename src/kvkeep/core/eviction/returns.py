@@ -393,7 +393,8 @@ class Waits:
             return None
         if tokens >= (wait.prompt + wait.answer - 1) // size * size:
             return wait.answer
-        if wait is hold.wait:
+        here: Wait | None = hold.wait
+        if here is wait:
             if wait.unread is None or tokens < wait.end * size:
                 return None
             if wait.unread and wait.unread == following():
