@@ -219,10 +219,12 @@ def _child(part: Part, file: Path, device: str, size: SizeName, folder: Path) ->
     import torch  # noqa: PLC0415 - seconds, and not needed where parts are started
     from gpu_parts.figures import Report, Setting, Skipped  # noqa: PLC0415 - they need torch
 
+    from kvkeep.serve.engine.loading import pick_device  # noqa: PLC0415
+
     torch.set_grad_enabled(False)
     report = Report(file)
     try:
-        setting = Setting(torch.empty(0, device=device).device, size, folder)
+        setting = Setting(pick_device(device), size, folder)
         if setting.on_gpu:
             torch.cuda.set_device(setting.device)  # what names no device means this one
         import_module(f"gpu_parts.{part.module}").run(report, setting)
