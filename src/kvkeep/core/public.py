@@ -213,12 +213,14 @@ class NoTokenizer(InvalidValue):
 class PrefixTokenizer(Protocol):
     """The model's tokenizer, as the engine that serves the prompts uses it.
 
-    `encode` returns the tokens of a text in which a completion begins; `chat` those of a
-    conversation, ready for the model's answer. Both raise `InvalidValue` for what they refuse.
+    Both methods raise `InvalidValue` for what they refuse.
     """
 
-    def encode(self, text: str) -> TokensLike: ...
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> TokensLike: ...
+    def encode(self, text: str) -> TokensLike:
+        """Return the tokens of a text in which a completion begins."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> TokensLike:
+        """Return the tokens of a conversation, ready for the model's answer."""
 
 
 def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenArray]:
