@@ -65,8 +65,7 @@ Cause = Literal["last token", "unseen", "differs", "evicted", "computing", "no s
 """Why tokens of a prompt are computed; see `PrefixMiss`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMiss:
+class PrefixMiss(NamedTuple):
     """Why a prompt is computed from token ``token`` on.
 
     Attributes:
