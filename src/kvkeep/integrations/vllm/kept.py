@@ -102,6 +102,11 @@ class OpenStore:
                 heapq.heappush(self._ends, (end, key))
 
     @property
+    def has_ends(self) -> bool:
+        """Whether any block is to be deleted some time."""
+        return bool(self._due)
+
+    @property
     def has_expired(self) -> bool:
         """Whether blocks are to be deleted now."""
         ends = self._ends

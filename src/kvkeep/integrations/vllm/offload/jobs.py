@@ -256,9 +256,11 @@ class TierJobs:
             gather((row[offset : offset + size] for offset, size in runs), raw)
 
         sizes = [self._rows.size(part.group)] * len(part.keys)
-        unknown = self._store.unknown(names)
+        ttl = request.options.ttl
+        # Without any end there is none to set or to lift, so nobody needs to know what is new.
+        unknown = self._store.unknown(names) if ttl is not None or self._store.has_ends else []
         count = self._store.store.write(names, sizes, fill)
-        new, ttl = [names[at] for at in unknown if at < count], request.options.ttl
+        new = [names[at] for at in unknown if at < count]
         self._store.expire(new if ttl is None else request.own(new, part.group), ttl)
         return count
 
