@@ -30,7 +30,7 @@ import torch
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.eviction import policy
 from kvkeep.core.keys import Namespace
-from kvkeep.core.prefix import RadixIndex
+from kvkeep.core.prefix import Tree
 from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
 from kvkeep.integrations.sglang.slot_tree import PageSlots
 
@@ -123,7 +123,7 @@ class PrefixCache:
     def __init__(self, device: torch.device | str, page_size: int) -> None:
         self.device = torch.device(device)
         self.page_size = whole("page_size", page_size, 1)
-        self._index = RadixIndex(self.page_size, policy("lru"))
+        self._index = Tree(self.page_size, policy("lru"))
         self._root, _ = self._index.hold(None, _ONE)  # so that every prompt matches something
         self._locked: Counter[Node] = Counter()
         self.slots = PageSlots(self.page_size, self.device, torch.int32)

@@ -16,16 +16,15 @@ from planted import SEARCH
 
 from kvkeep import PagedCache
 from kvkeep.core.cache import Sequence
-from kvkeep.core.cache import cache as cache_module
+from kvkeep.core.cache import sequence as sequence_module
 from kvkeep.core.cache.copies import Claims, Forks
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.events import Stored
 from kvkeep.core.keys import as_namespace
 from kvkeep.core.pages import PagePool
+from kvkeep.core.prefix import Tree
 from kvkeep.core.prefix.chain import ChainIndex, _KeyEncoder
-from kvkeep.core.prefix.radix import RadixIndex
 from kvkeep.core.prefix.trails import Trails
-from kvkeep.core.prefix.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,16 +62,16 @@ def writes_over_what_is_to_be_copied(patch: Patch) -> None:
 
 
 def publishes_before_copies_are_made(patch: Patch) -> None:
-    permit = cache_module.permit
+    permit = sequence_module.permit
 
     def lax(state: object, step: str) -> None:
         try:
             permit(state, step)
         except IllegalStep:
-            if step != "publish" or state is cache_module.SequenceState.CLOSED:
+            if step != "publish" or state is sequence_module.SequenceState.CLOSED:
                 raise
 
-    patch.setattr(cache_module, "permit", lax)
+    patch.setattr(sequence_module, "permit", lax)
 
 
 def publishes_the_page_that_is_not_full(patch: Patch) -> None:
@@ -169,14 +168,14 @@ def evicts_one_page_too_many(patch: Patch) -> None:
 
 
 def partial_matches_are_a_token_too_long(patch: Patch) -> None:
-    match_head = RadixIndex._match_head
+    match_head = Tree._match_head
 
-    def longer(self: RadixIndex, head: bytes, match: object) -> None:
+    def longer(self: Tree, head: bytes, match: object) -> None:
         match_head(self, head, match)
         if match.source is not None and match.partial_tokens * 4 < len(head):
             match.partial_tokens += 1
 
-    patch.setattr(RadixIndex, "_match_head", longer)
+    patch.setattr(Tree, "_match_head", longer)
 
 
 def partial_matches_are_a_token_too_short(patch: Patch) -> None:
@@ -234,7 +233,7 @@ def events_name_the_wrong_parent(patch: Patch) -> None:
     ) -> object:
         return Stored(sequence, namespace, -1, pages, tokens)
 
-    patch.setattr(cache_module, "Stored", wrong)
+    patch.setattr(sequence_module, "Stored", wrong)
 
 
 def duplicates_are_not_freed(patch: Patch) -> None:

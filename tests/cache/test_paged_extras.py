@@ -119,7 +119,7 @@ def test_a_refused_request_leaves_no_mark() -> None:
     with cache.open(PROMPT[:12]) as sequence, pytest.raises(OutOfPages):
         sequence.append(PROMPT, extra=[(1, CAT)])
     cache.match(PROMPT, extra=[(1, CAT)])
-    assert len(cache.tree.marks) == 0
+    assert not cache.tree.marks.living
 
 
 @both
@@ -127,7 +127,7 @@ def test_a_refused_request_leaves_no_mark() -> None:
 def test_negative_tokens_of_callers_are_refused_whatever_is_stored(prefix: str, wrap: Any) -> None:
     cache = cached(prefix)
     keep(cache, PROMPT, extra=[(13, CAT)])
-    (mark,) = cache.tree.marks._marks
+    (mark,) = cache.tree.marks.living
     forged = wrap([*PROMPT[:13], mark, *PROMPT[14:]])
     for call in (cache.open, cache.match, cache.pin):
         with pytest.raises(InvalidValue, match="position 13"):
@@ -322,7 +322,7 @@ class ExtrasMachine(RuleBasedStateMachine):
                 sequence.close()
             self.cache.clear()
             self.cache.check()
-            assert len(self.cache.tree.marks) == 0
+            assert not self.cache.tree.marks.living
             assert self.cache.stats().pages_free == self.cache.num_pages
 
 

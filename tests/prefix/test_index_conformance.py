@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefix_suite import PrefixIndexTests
 
-from kvkeep.core.prefix import ChainIndex, RadixIndex
+from kvkeep.core.prefix import ChainIndex, Tree
 
 if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class TestRadixIndex(PrefixIndexTests):
     exact = True
 
-    def make_index(self, page_size: int, policy: EvictionPolicy) -> RadixIndex:
-        return RadixIndex(page_size, policy)
+    def make_index(self, page_size: int, policy: EvictionPolicy) -> Tree:
+        return Tree(page_size, policy)
 
 
 class TestChainIndex(PrefixIndexTests):

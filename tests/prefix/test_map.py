@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvkeep import Namespace
 from kvkeep.core.cache.inspector import Survey, TreeWalk, walk_tree
 from kvkeep.core.eviction import LRU
-from kvkeep.core.prefix import ChainIndex, RadixIndex
+from kvkeep.core.prefix import Tree
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.tokens import as_tokens
 
@@ -28,7 +28,7 @@ SPACES = (Namespace(), Namespace("other"))
 class Tree:
     """An index of pages of two tokens; what is stored is let go of at once, unless it is held."""
 
-    def __init__(self, kind: type[RadixIndex | ChainIndex] = RadixIndex) -> None:
+    def __init__(self, kind: type[Tree] = Tree) -> None:
         self.index = kind(PAGE, LRU())
         self.pages = 0
 

@@ -13,7 +13,7 @@ import pytest
 from kvkeep import Namespace
 from kvkeep.core.cache.inspector import runs_of
 from kvkeep.core.eviction import LRU
-from kvkeep.core.prefix import RadixIndex
+from kvkeep.core.prefix import Tree
 from kvkeep.core.prefix.tree import _GROW_PAGES
 from kvkeep.core.tokens import as_tokens
 
@@ -27,7 +27,7 @@ class Store:
     """A radix index with a counter for page ids; what is stored is let go of at once."""
 
     def __init__(self, page_size: int = 4) -> None:
-        self.index = RadixIndex(page_size, LRU())
+        self.index = Tree(page_size, LRU())
         self.size = page_size
         self.next_page = 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cache.cache import CachedPrefix, PagedCache, RemovedPages, Sequence
+from kvkeep.core.cache.cache import CachedPrefix, PagedCache, RemovedPages
 from kvkeep.core.cache.pins import Pin
+from kvkeep.core.cache.sequence import Sequence
 from kvkeep.core.cache.sessions import Session
 from kvkeep.core.cache.stats import CacheStats
 

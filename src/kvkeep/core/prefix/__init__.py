@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import choice
 from kvkeep.core.prefix.chain import ChainIndex
-from kvkeep.core.prefix.radix import RadixIndex
 from kvkeep.core.prefix.trails import PrefixMatch
 from kvkeep.core.prefix.tree import Tree
 
@@ -15,9 +14,9 @@ if TYPE_CHECKING:
 
     from kvkeep.core.prefix.policy import EvictionPolicy
 
-__all__ = ["INDICES", "ChainIndex", "PrefixMatch", "RadixIndex", "Tree", "index"]
+__all__ = ["INDICES", "ChainIndex", "PrefixMatch", "Tree", "index"]
 
-INDICES: dict[str, type[RadixIndex | ChainIndex]] = {"radix": RadixIndex, "chain": ChainIndex}
+INDICES: dict[str, type[Tree]] = {"radix": Tree, "chain": ChainIndex}
 
 
 def index(name: str, page_size: int, policy: EvictionPolicy, clock: Callable[[], float]) -> Tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
@@ -10,11 +9,8 @@ from kvkeep.core.prefix.tree import Encoder, Tree
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.marks import Marks
-    from kvkeep.core.prefix.policy import EvictionPolicy
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["ChainIndex"]
@@ -31,14 +27,10 @@ class ChainIndex(Tree):
     """
 
     name = "chain"
+    exact = False
 
-    def __init__(
-        self,
-        page_size: int,
-        policy: EvictionPolicy,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(page_size, policy, unit=KEY_BYTES, exact=False, clock=clock)
+    def _unit(self) -> int:
+        return KEY_BYTES
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder that computes each key of its sequence once."""
@@ -46,11 +38,11 @@ class ChainIndex(Tree):
 
 
 class _KeyEncoder(Encoder):
-    __slots__ = ("_keys", "_marks", "_page_size", "_root")
+    __slots__ = ("_keys", "_marks", "_root")
 
     def __init__(self, root: bytes, page_size: int, keys: list[bytes], marks: Marks) -> None:
+        super().__init__(page_size)
         self._root = root
-        self._page_size = page_size
         self._keys = keys
         self._marks = marks
 

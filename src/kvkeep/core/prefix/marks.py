@@ -1,29 +1,32 @@
-"""`Marks`: negative ids that stand for a token together with its extras.
+"""`Marks`: negative ids that stand for a token together with its extras; `TokenRow`.
 
 A prefix index compares int32 tokens, which are never negative. A token with extras
 (`kvkeep.core.extras`) is replaced by a *mark*: a negative id that two rows share if and only if
 the token and the digests are equal. So a row with marks is compared, split and stored like any
-other.
+other: that is the `TokenRow` of a sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvkeep.core.events import frozen
 from kvkeep.core.extras import Extra, by_position
+from kvkeep.core.pages import GrowingArray
 from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Self
 
     from kvkeep.core.extras import Extras
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Marks"]
+__all__ = ["Border", "Marks", "SaltedRow", "TokenRow"]
 
 _LAST = -(2**31)
 
@@ -47,14 +50,11 @@ class Marks:
     """
 
     def __init__(self) -> None:
+        self.living: dict[int, _Mark] = {}
+        """The marks in use."""
         self._ids: dict[tuple[int, tuple[bytes, ...]], int] = {}
-        self._marks: dict[int, _Mark] = {}
         self._pages: dict[int, tuple[int, ...]] = {}  # stored pages with marks
         self._next = -1
-
-    def __len__(self) -> int:
-        """Return the number of marks in use."""
-        return len(self._marks)
 
     # --- from extras to marks ----------------------------------------------------------------
 
@@ -84,12 +84,12 @@ class Marks:
     def _use(self, content: tuple[int, tuple[bytes, ...]]) -> int:
         found = self._ids.get(content)
         if found is None:
-            while self._next in self._marks:
+            while self._next in self.living:
                 self._step()
             found = self._ids[content] = self._next
-            self._marks[found] = _Mark(*content, 0)
+            self.living[found] = _Mark(*content, 0)
             self._step()
-        self._marks[found].uses += 1
+        self.living[found].uses += 1
         return found
 
     def _step(self) -> None:
@@ -103,13 +103,13 @@ class Marks:
         In a row that was read without the lock, marks may have ended since: the result ends before
         the first of those.
         """
-        places = np.flatnonzero(row < 0) if self._marks else ()
+        places = np.flatnonzero(row < 0) if self.living else ()
         if not len(places):
             return row, ()
         tokens = row.copy()
         extras: list[Extra] = []
         for position in map(int, places):
-            mark = self._marks.get(int(row[position]))
+            mark = self.living.get(int(row[position]))
             if mark is None:
                 return tokens[:position], tuple(extras)
             tokens[position] = mark.token
@@ -125,7 +125,7 @@ class Marks:
     def again(self, row: TokenArray) -> None:
         """Count one more sequence that has this row."""
         for found in row[row < 0].tolist():
-            self._marks[found].uses += 1
+            self.living[found].uses += 1
 
     def release(self, row: TokenArray) -> None:
         """Count one sequence fewer that has this row."""
@@ -133,22 +133,22 @@ class Marks:
 
     def _drop(self, ids: Iterable[int]) -> None:
         for found in ids:
-            mark = self._marks[found]
+            mark = self.living[found]
             mark.uses -= 1
             if not mark.uses:
-                del self._marks[found]
+                del self.living[found]
                 del self._ids[mark.token, mark.digests]
 
     def stored(self, pages: PageArray, row: TokenArray) -> None:
         """Record that the index stores ``pages``, which hold this row."""
-        if not len(self._marks):
+        if not self.living:
             return
         size = len(row) // len(pages)
         places = np.flatnonzero(row < 0)
         for place in places.tolist():
             page, found = int(pages[place // size]), int(row[place])
             self._pages[page] = (*self._pages.get(page, ()), found)
-            self._marks[found].uses += 1
+            self.living[found].uses += 1
 
     def forget(self, pages: PageArray) -> None:
         """Record that the index no longer stores these pages."""
@@ -167,7 +167,127 @@ class Marks:
             assert page in stored, f"marks are kept of page {page}, which is not stored"
             for found in ids:
                 uses[found] = uses.get(found, 0) + 1
-        assert uses == {found: mark.uses for found, mark in self._marks.items()}
+        assert uses == {found: mark.uses for found, mark in self.living.items()}
         assert self._ids == {
-            (mark.token, mark.digests): found for found, mark in self._marks.items()
+            (mark.token, mark.digests): found for found, mark in self.living.items()
         }
+
+
+class TokenRow(GrowingArray):
+    """Tokens in which marks stand for those with extras; it counts the uses of its marks.
+
+    ``values`` is what the index compares. Thread safety: none; under the cache's lock.
+    """
+
+    __slots__ = ("_extras", "_marked", "_marks")
+
+    def __init__(self, marks: Marks, tokens: TokenArray, extras: Extras = ()) -> None:
+        super().__init__(marks.marked(tokens, extras) if extras else tokens)
+        self._marks = marks
+        self._marked = bool(extras)
+        self._extras: Extras = ()  # of a row whose marks were released
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens: int32, read-only; a copy where some have extras."""
+        return frozen(self.plain(self.values)[0]) if self._marked else self.view()
+
+    @property
+    def extras(self) -> Extras:
+        """The digests of the bytes that belong to the tokens, by position."""
+        return self.plain(self.values)[1] if self._marked else self._extras
+
+    def plain(self, part: TokenArray) -> tuple[TokenArray, Extras]:
+        """Return the tokens and extras of a part of ``values``."""
+        return self._marks.plain(part) if self._marked else (part, ())
+
+    def extend_with(self, tokens: TokenArray, extras: Extras) -> None:
+        """Add tokens at the end; positions of ``extras`` count from the first of ``tokens``."""
+        self.extend(self._marks.marked(tokens, extras))
+        self._marked = True
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens, and release the marks behind them."""
+        if self._marked:
+            self._marks.release(self.values[length:])
+        super().cut(length)
+
+    def fork(self) -> Self:
+        """Return a second row with the same tokens and marks."""
+        other = type(self)(self._marks, self.values)
+        if self._marked:
+            self._marks.again(self.values)
+            other._marked = True
+        return other
+
+    def release_marks(self) -> None:
+        """Replace the marks by plain tokens, so that the row can be read after they end."""
+        if self._marked:
+            tokens, extras = self.plain(self.values)
+            self._marks.release(self.values)
+            GrowingArray.__init__(self, tokens)
+            self._extras, self._marked = extras, False
+
+
+class Border(NamedTuple):
+    """The end of a row's public part, in tokens; the ``salt`` of the private tokens behind."""
+
+    public: int
+    page_size: int
+    salt: bytes
+
+
+class SaltedRow(TokenRow):
+    """A row with a public prefix: the first token of its first private page has a salt.
+
+    The public part ends at its border, and wherever the row is cut within it; tokens added
+    from there on are private. So whatever is added, no private token is in a page without salt.
+    """
+
+    __slots__ = ("_border", "_private")
+
+    def __init__(self, marks: Marks, tokens: TokenArray, extras: Extras, border: Border) -> None:
+        """``extras`` have the salt at the border already, if there is a token."""
+        super().__init__(marks, tokens, extras)
+        self._border = border
+        self._private = border.public
+
+    def append(self, value: int) -> None:
+        """Append one token, with the salt if it is the first private one."""
+        if self._length == self._private:
+            self.extend_with(np.array([value], np.int32), ())
+        else:
+            super().append(value)
+
+    def extend(self, values: TokenArray) -> None:
+        """Append tokens, the first private one of them with the salt."""
+        if self._length == self._private:
+            self.extend_with(values, ())
+        else:
+            super().extend(values)
+
+    def extend_with(self, tokens: TokenArray, extras: Extras) -> None:
+        """Add tokens at the end; positions of ``extras`` count from the first of ``tokens``."""
+        if self._length == self._private and len(tokens):
+            extras = (Extra(0, self._border.salt), *extras)
+        GrowingArray.extend(self, self._marks.marked(tokens, extras))
+        self._marked = self._marked or bool(extras)
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens; a page that keeps only some of them is private now."""
+        super().cut(length)
+        if length < self._private:
+            at = self._private = length // self._border.page_size * self._border.page_size
+            if at < length:
+                token = self._array[at : at + 1]
+                token[:] = self._marks.marked(token, (Extra(0, self._border.salt),))
+                self._marked = True
+
+    def fork(self) -> Self:
+        """Return a second row with the same tokens and marks."""
+        border = self._border._replace(public=self._private)
+        other = type(self)(self._marks, self.values, (), border)
+        if self._marked:
+            self._marks.again(self.values)
+            other._marked = True
+        return other

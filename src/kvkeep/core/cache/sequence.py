@@ -1,0 +1,505 @@
+"""`Sequence`: the pages of one request, from its prompt to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvkeep.core.cache.copies import PendingCopies, SequenceState, permit
+from kvkeep.core.errors import check_type, switch, whole
+from kvkeep.core.events import Closed, Opened, PrefixMiss, Returned, Stored, frozen
+from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.pages import GrowingArray, PageCopy
+from kvkeep.core.prefix.marks import Border, SaltedRow, TokenRow
+from kvkeep.core.public import salt_of
+from kvkeep.core.returns import Ended
+from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from kvkeep.core.cache.copies import Claim
+    from kvkeep.core.cache.parts import CacheParts
+    from kvkeep.core.cache.sessions import Owner
+    from kvkeep.core.extras import ExtraLike, Extras
+    from kvkeep.core.groups import SequenceGroups
+    from kvkeep.core.keys import Namespace
+    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.prefix.node import Node
+    from kvkeep.core.prefix.tree import Encoder
+    from kvkeep.core.tokens import TokenArray, TokensLike
+
+__all__ = ["Query", "Sequence"]
+
+_SCALARS = (int, np.generic)
+
+
+@dataclass(slots=True)
+class Query:
+    """A prompt to look up or to open, in canonical form.
+
+    ``namespace`` is whose prompt it is, ``space`` the one in whose tree it lies: the public one if
+    its first ``public`` tokens are public (`kvkeep.core.public`). ``extras`` include the salt.
+    """
+
+    tokens: TokenArray
+    namespace: Namespace
+    space: Namespace
+    extras: Extras = ()
+    public: int = 0
+    encoder: Encoder | None = None
+    """Of its tokens, for what it publishes."""
+    symbols: bytes | memoryview = b""
+    """What the index compares, once it was looked up."""
+
+
+class Sequence:
+    """The pages of one request, from `PagedCache.open` to `close`.
+
+    An engine makes the page copies (`copies`), computes ``tokens[num_cached:]``, and writes the KV
+    of token position ``i`` to page ``pages[i // page_size]`` at offset ``i % page_size``. Once it
+    calls `publish`, later prompts reuse the computed pages while this sequence still runs.
+
+    `IllegalStep` means that a step does not fit the state (see `kvkeep.core.cache.copies`),
+    `OutOfPages` that all pages of the pool are in use; in both cases nothing has changed. Returned
+    arrays are read-only views, valid until the next step. A sequence is a context manager that
+    closes itself.
+
+    Thread safety: every step takes the cache's lock. The steps of one sequence have an order, so
+    one thread at a time calls them.
+
+    Attributes:
+        id: the number of the sequence: 1, 2, 3 …
+        num_cached: leading tokens that needed no computing when it was opened or forked.
+        miss: why the rest of the prompt is computed; None for a fork.
+        groups: rows and states, of a cache that has groups of layers; else None.
+    """
+
+    __slots__ = (
+        "_cache", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
+        "groups", "id", "miss", "namespace", "num_cached", "owner", "priority", "public_pages",
+        "returned", "space", "watched",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        cache: CacheParts,
+        query: Query | Sequence,
+        hold: Node,
+        owner: Owner | None,
+        priority: int,
+    ) -> None:
+        """Made by `PagedCache.open`, and by `fork` from another sequence; they call `adopt` next.
+
+        The sequence takes over the hold.
+        """
+        counters = cache.counters
+        self.id = counters.opened + counters.forked + 1
+        self._cache = cache
+        self._hold = hold
+        self.namespace: Namespace = query.namespace
+        self.space: Namespace = query.space  # that of its first page
+        self.owner = owner  # the session that owns what this sequence publishes
+        self.priority = priority
+        self.num_cached = 0
+        self.miss: PrefixMiss | None = None
+        self.groups: SequenceGroups | None = None
+        self.returned: Returned | None = None  # what the prompt continues, as far as is known
+        self.watched = 0  # pages that the miss-ratio curve has seen
+        self.encoder: Encoder
+        self._tokens: TokenRow
+        self.public_pages: int | None = None  # None: its prompt has no public prefix
+        if isinstance(query, Sequence):
+            self.encoder, self._tokens = query.encoder.fork(), query._tokens.fork()
+            self.public_pages, self.watched = query.public_pages, query.watched
+        else:
+            marks = cache.tree.marks
+            self.encoder = query.encoder or cache.tree.encoder(query.space)
+            if query.public:
+                border = Border(query.public, cache.page_size, salt_of(query.namespace))
+                self._tokens = SaltedRow(marks, query.tokens, query.extras, border)
+                self.public_pages = query.public // cache.page_size
+            else:
+                self._tokens = TokenRow(marks, query.tokens, query.extras)
+        self._table: GrowingArray
+        # Region map of the page table:
+        #   0 … _shared      pages that the index stores; the hold protects exactly these
+        #   _shared … end    pages that it (and forks that have not written them) refers to
+        self._shared = 0
+        self._opened_pages = 0  # leading shared pages that other sequences computed
+        self._pending = PendingCopies(cache.claims)
+
+    def adopt(
+        self, table: PageArray, shared: int, copy: PageCopy | None = None, source: Any = None
+    ) -> None:
+        """Start with this page table: ``shared`` cached pages, and maybe a page copy to make."""
+        self._table = GrowingArray(table)
+        self._shared = self._opened_pages = shared
+        if copy is not None:
+            self._pending.add(copy, source)
+        self._cache.sequences[self.id] = self
+
+    def begin_groups(self, groups: SequenceGroups, state: PageArray | None, found: int) -> None:
+        """Start with these rows, and ``state`` as the running one; ``found`` pages are cached."""
+        groups.begin(state, self._tokens, cached=found)
+        self.groups = groups
+
+    # --- views -----------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens: those of the prompt and those appended."""
+        return len(self._tokens)
+
+    @property
+    def num_published(self) -> int:
+        """Leading tokens in full pages that later prompts can reuse."""
+        return min(self._shared * self._cache.page_size, len(self._tokens))
+
+    @property
+    def pages(self) -> PageArray:
+        """The page table: int32 page ids in order, read-only. `publish` may exchange pages."""
+        return self._table.view()
+
+    @property
+    def published_pages(self) -> PageArray:
+        """The leading pages of the table that the index stores."""
+        return self._table.values[: self._shared]
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens: int32, read-only. Where some have extras, a copy."""
+        return self._tokens.tokens
+
+    @property
+    def extras(self) -> Extras:
+        """The digests of the bytes that belong to its tokens, by position."""
+        return self._tokens.extras
+
+    @property
+    def row(self) -> TokenArray:
+        """The tokens as the index compares them: marks in place of those with extras."""
+        return self._tokens.values
+
+    @property
+    def closed(self) -> bool:
+        """Whether the sequence was closed."""
+        return self._pending.state is SequenceState.CLOSED
+
+    @property
+    def hold(self) -> Node:
+        """The hold that protects its published pages in the prefix index."""
+        return self._hold
+
+    def claims(self) -> list[Claim]:
+        """Return the claims on pages that this sequence has still to copy from."""
+        return self._pending.claims()
+
+    @property
+    def first_unpublished(self) -> int | None:
+        """The first page of the table that the index does not store; None if it stores all."""
+        table = self._table
+        return int(table.values[self._shared]) if len(table) > self._shared else None
+
+    @property
+    def unpublished(self) -> list[int]:
+        """The pages of the table that the index does not store."""
+        pages: list[int] = self._table.values[self._shared :].tolist()
+        return pages
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def copies(self) -> list[PageCopy]:
+        """Return the page copies to make, in this order, before the sequence is computed.
+
+        Each copy is returned once: among forks that wait for the same copy, to the first caller.
+        Make the copies before this sequence or a fork of it is computed, and before the next
+        `copies`, `publish`, `truncate` or `close` of this one: until then their sources are kept
+        unchanged.
+        """
+        with self._cache.lock:
+            permit(self._pending.state, "copies")
+            return self._pending.take()
+
+    def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
+        """Add tokens at the end and allocate the pages they need; all or nothing.
+
+        ``extra`` as in `PagedCache.open`; positions count from the first of ``tokens``. A shared
+        page is replaced by a copy before tokens are added to it (see `copies`). Raises
+        `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
+        """
+        one = single_token(tokens)
+        if one is None:
+            array = as_tokens(np.array([tokens]) if isinstance(tokens, _SCALARS) else tokens)
+            count = len(array)
+        else:
+            count = 1
+        extras = () if extra is None else as_extras(extra, count)
+        cache = self._cache
+        with cache.lock:
+            permit(self._pending.state, "append")
+            at, offset = divmod(len(self._tokens), cache.page_size)
+            needed = at - (-(offset + count) // cache.page_size) - len(self._table)
+            copy = offset and count and not self._may_write(at, offset)
+            if needed or copy:
+                fresh = cache.pool.take(needed + 1 if copy else needed)
+                if copy:
+                    self._copy_on_write(at, offset, int(fresh[0]))
+                    fresh = fresh[1:]
+                self._table.extend(fresh)
+            if extras:
+                row = np.array([one], TOKEN_DTYPE) if one is not None else array
+                self._tokens.extend_with(row, extras)
+            elif one is None:
+                self._tokens.extend(array)
+            else:
+                self._tokens.append(one)
+
+    def _may_write(self, at: int, offset: int) -> bool:
+        """Whether the page at index ``at`` may be written from ``offset`` on."""
+        return at >= self._shared and self._cache.claims.may_write(self._table[at], offset)
+
+    def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
+        """Replace the shared page at index ``at`` by page ``dst``, and claim it to copy from."""
+        cache = self._cache
+        hold = None
+        if at < self._shared:  # the index stores the page: the old hold now protects the source
+            cache.pool.retain_page(self._table[at])  # for the claim
+            hold = self._hold
+            self._hold = cache.tree.move(cache.tree.again(hold), hold, at)
+            self._shared = at
+            self._opened_pages = min(self._opened_pages, at)
+        elif at == self._shared:
+            self._leave_forks()
+        copy = PageCopy(int(self._table.values[at]), dst, tokens)
+        self._pending.add(copy, hold)
+        self._table.values[at] = dst
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens, for instance to drop rejected drafts.
+
+        Pages published beyond stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
+        With groups of layers, see `kvkeep.core.groups.SequenceGroups`.
+        """
+        cache = self._cache
+        with cache.lock:
+            permit(self._pending.state, "truncate")
+            length = whole("the length to keep, in tokens,", length, 0, len(self._tokens))
+            size = cache.page_size
+            pages = -(-length // size)
+            if pages <= self._shared:
+                self._leave_forks()
+            gone = self._table.values[max(pages, self._shared) :].copy()
+            if pages < self._shared:
+                self._hold = cache.tree.move(self._hold, self._hold, pages)
+                self._shared = pages
+            self._table.cut(pages)
+            self._tokens.cut(length)
+            if self.public_pages is not None:
+                self.public_pages = min(self.public_pages, length // size)
+            self.encoder.cut(length // size)
+            self._pending.drop_needless(self._table.values[self._shared :])
+            cache.pool.release_known(gone)
+            if self.groups is not None:
+                self.groups.rewind(length, self._table.values[: self._shared])
+            self.num_cached = min(self.num_cached, length)
+            self._opened_pages = min(self._opened_pages, pages)
+
+    def fork(self) -> Sequence:
+        """Return a second sequence with the same tokens; a page is shared until either writes it.
+
+        Both wait for copies that were not taken yet. Cost: one pass over the page table.
+        """
+        cache = self._cache
+        with cache.lock:
+            permit(self._pending.state, "fork")
+            groups = None if self.groups is None else self.groups.fork()
+            hold = cache.tree.again(self._hold)
+            table = self._table.values
+            cache.pool.retain_known(table[self._shared :])
+            other = Sequence(cache, self, hold, self.owner, self.priority)
+            other.num_cached = max(self.num_cached, self.num_published)
+            other.adopt(table, self._shared)
+            self._pending.share_with(other._pending)
+            if groups is not None:
+                groups.row, other.groups = other._tokens, groups
+            page = self.first_unpublished
+            if page is not None:
+                cache.forks.join(page, self, other)
+            if cache.told:
+                cache.tree.policy.forked(self.id, other.id)
+            cache.counters.forked += 1
+            if cache.lock.hooks:
+                cache.lock.emit(
+                    Opened(other.id, self.namespace, other.num_tokens, other.num_cached, self.id)
+                )
+            return other
+
+    def publish(self, computed: int | None = None) -> int:
+        """Make the full pages of the first ``computed`` tokens (default: all) reusable.
+
+        If another sequence published the same tokens before, its pages replace these, which are
+        freed: the page table changes, its length does not; in forks that share the pages, too.
+        Returns the tokens published so far, 0 in a cache made with ``reuse=False``. Cost: O(new
+        tokens), and as much for each fork that shares one of the pages.
+        """
+        cache = self._cache
+        with cache.lock:
+            permit(self._pending.state, "publish")
+            length = len(self._tokens)
+            if computed is None:
+                computed = length
+            else:
+                computed = whole("the number of computed tokens", computed, 0, length)
+            self._pending.finish()
+            if not cache.reuse:
+                return 0
+            stop = computed // cache.page_size
+            public = self.public_pages
+            if public is not None and self._shared < public < stop:
+                self._publish(self._shared, public)  # no run has public and private pages
+            if self._shared < stop:
+                self._publish(self._shared, stop)
+            if self.groups is not None and stop:
+                self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
+            return min(self._shared * cache.page_size, length)
+
+    def _publish(self, start: int, stop: int) -> None:
+        cache = self._cache
+        space, owner = None, self.owner
+        if self.public_pages is not None:  # no session owns public pages
+            private = start >= self.public_pages
+            space, owner = (self.namespace, owner) if private else (self.space, None)
+        own = self._table.values[start:stop].copy()
+        symbols = self.encoder.pages(self._tokens.values, start, stop)
+        self._hold, existing = cache.tree.insert(
+            self._hold, symbols, own, self.priority, owner=owner, namespace=space
+        )
+        forks = cache.forks.take(int(own[0])) if cache.forks else ()
+        self._shared = stop
+        new = own[len(existing) :]
+        if len(new):
+            size = cache.page_size
+            row = self._tokens.values[(stop - len(new)) * size : stop * size]
+            if cache.tree.marks.living:
+                cache.tree.marks.stored(new, row)
+            cache.claims.now_stored(new, self._hold, stop - len(new))
+            cache.counters.stored_pages += len(new)
+        if len(existing):
+            # Another sequence computed these: `close` must not drop them.
+            self._opened_pages = start + len(existing)
+            cache.counters.duplicate_pages += len(existing)
+            self._exchange(start, own[: len(existing)], existing)
+        for other in forks:
+            if other is not self:
+                assert other._shared == start
+                sharing = _sharing(other._table.values[start : start + len(own)], own)
+                other._hold = cache.tree.move(other._hold, self._hold, start + sharing)
+                other._shared = other._opened_pages = start + sharing
+                other._exchange(start, own[:sharing], existing[:sharing])
+                other._pending.drop_needless(other._table.values[other._shared :])
+        if forks:
+            cache.forks.regroup(forks)
+        if cache.lock.hooks and len(new):
+            at = stop - len(new)
+            parent = int(self._table.values[at - 1]) if at else -1
+            tokens, extras = self._tokens.plain(row)
+            cache.lock.emit(
+                Stored(
+                    self.id, space or self.namespace, parent, frozen(new), frozen(tokens), extras
+                )
+            )
+
+    def _leave_forks(self) -> None:
+        """Leave the group of forks before the first unpublished page leaves the table."""
+        forks = self._cache.forks
+        page = self.first_unpublished if forks else None
+        if page is not None:
+            forks.leave(page, self)
+
+    def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
+        """Drop the references to ``own`` pages; ``existing`` ones replace the first of them."""
+        self._table.values[start : start + len(existing)] = existing
+        self._cache.pool.release_known(own)
+
+    def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
+        """End the sequence: published pages stay in the cache, all others are freed.
+
+        ``keep=False`` also drops the pages that this sequence published first, unless others use
+        them. ``ended`` says how the request ended, for policies that predict its conversation.
+        """
+        cache = self._cache
+        if not isinstance(keep, bool):  # callers pass anything
+            keep = switch("keep", keep)  # type: ignore[unreachable]
+        if ended is not None:
+            check_type("ended", ended, Ended, "an Ended(…)")
+        with cache.lock:
+            pending = self._pending
+            permit(pending.state, "close")
+            pending.state = SequenceState.CLOSED
+            del cache.sequences[self.id]
+            if cache.forks:
+                self._leave_forks()
+            if cache.told:
+                if keep:
+                    cache.tree.policy.closed(self.id, self._hold, self.row, ended)
+                else:
+                    cache.tree.policy.dropped(self.id)
+            if cache.watch is not None and keep and self._shared > self.watched:
+                # Later prompts find these pages, like those of a prompt.
+                row = signed(self.tokens, self.extras)[: self.num_published]
+                cache.watch.stored(row, self.space)
+            stored = self._shared
+            if len(self._table) > stored:
+                cache.pool.release_known(self._table.values[stored:])
+            if keep:
+                cache.tree.release(self._hold)
+            else:
+                stored -= cache.drop(self._hold, self._opened_pages)
+            pending.end()
+            if self.groups is not None:
+                self.groups.close()
+            self._tokens.release_marks()
+            cache.counters.closed += 1
+            if cache.lock.hooks:
+                cache.lock.emit(Closed(self.id, len(self._tokens), stored))
+            self._table.cut(0)
+
+    def check(self, stored: PageArray) -> None:
+        """Assert that the index stores the first `published_pages` of the table, and no others."""
+        table = self._table.values
+        assert len(np.unique(table)) == len(table), "a page stands twice in a page table"
+        published = np.isin(table, stored)
+        assert published[: self._shared].all(), "a shared page is not in the index"
+        assert not published[self._shared :].any(), "the index stores a page that is not held"
+        assert len(table) == -(-len(self._tokens) // self._cache.page_size)
+        assert self._hold.end == self._shared or not self._shared
+        self._pending.check()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.closed:
+            self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
+            f"{len(self._table)} pages, {self._shared} of them published>"
+        )
+
+
+def _sharing(mine: PageArray, own: PageArray) -> int:
+    """Return how many of the pages ``own`` a fork has at the same index; at least one."""
+    sharing = common_length(mine, own)
+    assert sharing
+    return sharing
