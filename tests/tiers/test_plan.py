@@ -10,6 +10,7 @@ from tier_bench import PAGE, Bench, above, get, name, put, settle, there, until
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.store.tiers import TIERINGS, Exclusive, Inclusive, tiering
+from kvkeep.store.tiers.two_queues import TwoQ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,6 +104,18 @@ def test_admit_after_writes_at_that_touch(how: str, bench: Bench) -> None:
     put(store, range(4))
     settle(store)
     assert place.calls["put"] == 4
+
+
+def test_a_prompt_that_is_put_in_parts_is_not_requested_again(bench: Bench) -> None:
+    """Under `2q`, what was requested goes last: a put of a prompt's beginning is no request."""
+    tier = bench.spec(bench.disk(8), policy=TwoQ)
+    store = bench.store(64, tier)
+    for stop in (1, 2, 3):
+        put(store, range(stop), wait=20)
+    put(store, range(10, 12), wait=20)
+    assert get(store, range(10, 12)) == 2
+    put(store, range(20, 26), wait=20)
+    assert set(everywhere(store)[1]) & {0, 1, 2, 10, 11} == {10, 11}
 
 
 def test_admit_after_spares_writes_of_what_is_asked_for_once(bench: Bench) -> None:

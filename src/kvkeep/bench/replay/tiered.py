@@ -179,10 +179,9 @@ class TierSimulator:
     # --- a put -----------------------------------------------------------------------------------
 
     def put(self, blocks: Sequence[bytes]) -> None:
-        """Store ``blocks``, in order; for those already stored, note a use."""
+        """Store ``blocks``, in order; a use of those already stored, but no reuse."""
         held: list[bytes] = []
         used: list[bytes] = []
-        new: set[bytes] = set()
         with self._holding(blocks):
             try:
                 while len(used) < len(blocks):
@@ -191,11 +190,9 @@ class TierSimulator:
                     level, run = self._place(blocks, len(used))
                     admitted = self.planner.store(run)
                     used += run
-                    if level is None:
-                        new.update(run)
                     if not level:
                         self.memory.holds.hold_all(self._copy_down(run, admitted), held)
-                self._use(used, new)
+                self._use(used, set(used))  # no reuse: they are the request's own
             finally:
                 self.memory.holds.free_all(held)
         self._demote_ahead()

@@ -43,7 +43,6 @@ class Written:
 class _Placement(Enum):
     """The result of placing a block in memory."""
 
-    NEW = auto()
     IN_MEMORY = auto()
     BELOW = auto()
     """It is in a lower tier only, and is not copied up."""
@@ -115,7 +114,6 @@ class StoreRequest:
         holds = self._levels.memory.catalogue.holds
         held: list[bytes] = []
         used: list[bytes] = []
-        new: set[bytes] = set()
         with PromptHolds(self._levels, blocks) as self._holds:
             try:
                 while len(used) < len(blocks):
@@ -127,15 +125,13 @@ class StoreRequest:
                     if placed is _Placement.NOWHERE:
                         break
                     used += run
-                    if placed is _Placement.NEW:
-                        new.update(run)
                     if placed is not _Placement.BELOW:
                         try:
                             holds.hold_all(self._copy_down(run, admitted), held)
                         finally:  # every write that needs the run in memory is queued
                             leases, self._leases = self._leases, ()
                             self._levels.memory.release_all(leases)
-                self._levels.used(used, new)
+                self._levels.used(used, set(used))  # no reuse: they are the request's own
             finally:
                 holds.free_all(held)
         self._demoter.demote_ahead()  # after all holds: any block may be moved to make room below
@@ -175,7 +171,7 @@ class StoreRequest:
         if not self._leases:
             return _Placement.NOWHERE, 1
         self.written.kept += range(at, at + len(self._leases))
-        return _Placement.NEW, len(self._leases)
+        return _Placement.IN_MEMORY, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
         """Return the different blocks from ``at`` on that may be placed together, one at least.
