@@ -118,8 +118,8 @@ class SlotStats:
 class _Slots:
     """The state of all slots, which the cache and its leases change.
 
-    The first ``lengths[slot]`` tokens of ``rows[slot]`` are there; others may use KV of the first
-    ``published[slot]``. What a search reads first lies in columns, for a few passes of NumPy.
+    Others may use KV of the first ``published[slot]`` tokens of ``rows[slot]``. What a search reads
+    first lies in columns, for a few passes of NumPy.
     """
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
@@ -129,7 +129,6 @@ class _Slots:
         self.used = np.zeros(num_slots, np.int64)
         self.hashes = np.zeros(num_slots, np.int64)  # of the root keys
         self.roots = [b""] * num_slots  # the root keys of the namespaces
-        self.lengths = [0] * num_slots
         self.versions = [0] * num_slots
         self.leases: dict[int, SlotLease] = {}
         self.copies: dict[int, SlotCopy] = {}  # pending ones, by their target
@@ -176,14 +175,6 @@ class _Slots:
         guards += [(copy.src, copy.tokens) for copy in self.copies.values()]
         return dict(sorted(guards))  # the last of a slot is its longest
 
-    def cut(self, slot: int, length: int, why: str = "gave way") -> None:
-        """Drop all but the first ``length`` tokens, and end the pins that guard more."""
-        for pin in self.pins:
-            if pin.slot == slot and pin.held and len(pin.tokens) > length:
-                pin.ended = why
-        self.lengths[slot] = min(self.lengths[slot], length)
-        self.published[slot] = min(self.published[slot], length)
-
 
 @dataclass(eq=False, slots=True)
 class SlotLease:
@@ -197,7 +188,7 @@ class SlotLease:
     """
 
     _slots: _Slots = field(repr=False)
-    _inherited: int = field(repr=False)  # tokens that the slot held before and does not forget
+    _length: int = field(repr=False)
     slot: int
     version: int
     namespace: Namespace
@@ -221,7 +212,8 @@ class SlotLease:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt and the tokens added to it."""
-        return self._held().lengths[self.slot]
+        self._held()
+        return self._length
 
     @property
     def published(self) -> int:
@@ -236,7 +228,7 @@ class SlotLease:
         self.publish(copy.tokens)
 
     def extend(self, tokens: TokensLike) -> None:
-        """Append generated tokens (or more of the prompt). O(tokens added).
+        """Append generated tokens (drafts once they are accepted). O(tokens added).
 
         Raises `InvalidValue` when the slot cannot hold that many.
         """
@@ -247,7 +239,7 @@ class SlotLease:
                 f"a slot holds at most {len(row)} tokens; slot {self.slot} would have {stop}"
             )
         row[start:stop] = added
-        self._slots.lengths[self.slot] = stop
+        self._length = stop
 
     def publish(self, n: int) -> None:
         """Report that the KV of the first ``n`` tokens is computed, for others to copy. O(1).
@@ -255,40 +247,19 @@ class SlotLease:
         A smaller ``n`` than before changes nothing. While a copy is pending, ``n`` must cover it,
         which reports the copy as made; `IllegalStep` otherwise.
         """
-        n = self._behind_copy("n, the number of tokens computed,", n)
+        n = whole("n, the number of tokens computed,", n, 0, self.num_tokens)
+        if (copy := self.copy) is not None and n < copy.tokens:
+            raise IllegalStep(f"{copy} is pending; make it and call copied() first")
         self._slots.copies.pop(self.slot, None)
         if n > self.published:
             self._slots.published[self.slot] = n
 
-    def truncate(self, n: int) -> None:
-        """Drop all but the first ``n`` tokens, such as rejected drafts. O(pins of the slot).
-
-        Published tokens may be dropped too, which ends soft pins on them. Raises `IllegalStep` when
-        a hard pin or a pending copy, from this slot or into it, needs them.
-        """
-        n = self._behind_copy("n, the number of tokens left,", n)
-        if n < (needed := self._slots.guards(soft=False).get(self.slot, 0)):
-            raise IllegalStep(
-                f"slot {self.slot} cannot be cut to {n} tokens: "
-                f"{needed} are hard-pinned or being copied from"
-            )
-        self._slots.cut(self.slot, n)
-        self._inherited = min(self._inherited, n)
-
-    def release(self, *, keep: bool = True) -> None:
-        """Return the slot. Published tokens stay for other requests; the rest is forgotten.
-
-        ``keep=False`` also forgets what this request published, with the soft pins on it. Tokens
-        that the slot held before, and hard-pinned ones, stay.
-        """
-        stays = self.published
-        if not switch("keep", keep):
-            pins = (pin for pin in self._slots.held_pins() if pin.slot == self.slot and pin.hard)
-            stays = max(min(stays, self._inherited), *(len(pin.tokens) for pin in pins), 0)
-        self._slots.copies.pop(self.slot, None)
-        del self._slots.leases[self.slot]
-        self._slots.cut(self.slot, stays)
-        self._slots.touch(self.slot)
+    def release(self) -> None:
+        """Return the slot. Published tokens stay for other requests; the rest is forgotten."""
+        slots = self._held()
+        slots.copies.pop(self.slot, None)
+        del slots.leases[self.slot]
+        slots.touch(self.slot)
 
     def __enter__(self) -> Self:
         self._held()
@@ -306,12 +277,6 @@ class SlotLease:
                 f"or the cache was cleared"
             )
         return self._slots
-
-    def _behind_copy(self, name: str, n: int) -> int:
-        n = whole(name, n, 0, self.num_tokens)
-        if (copy := self.copy) is not None and n < copy.tokens:
-            raise IllegalStep(f"{copy} is pending; make it and call copied() first")
-        return n
 
 
 class SlotCache:
@@ -368,15 +333,17 @@ class SlotCache:
         lost = int(slots.published[slot]) - shared
 
         # Nothing fails from here on.
-        slots.cut(slot, start)
+        for pin in slots.pins:
+            if pin.slot == slot and len(pin.tokens) > start:
+                pin.ended = "gave way"
+        slots.published[slot] = start
         slots.rows[slot, start : len(prompt)] = prompt[start:]
-        slots.lengths[slot] = len(prompt)
         slots.roots[slot], slots.hashes[slot] = root, hash(root)
         slots.versions[slot] += 1
         slots.used[slot] = _RUNNING
-        slots.leases[slot] = lease = SlotLease(
-            slots, start, slot, slots.versions[slot], space, num_cached
-        )
+        version = slots.versions[slot]
+        lease = SlotLease(slots, len(prompt), slot, version, space, num_cached)
+        slots.leases[slot] = lease
         if num_cached > start:
             slots.copies[slot] = SlotCopy(source, slot, num_cached, start)
             slots.touch(source)
@@ -473,21 +440,19 @@ class SlotCache:
         slots = self._slots
         slots.leases.clear()
         slots.copies.clear()
-        for slot in range(self.num_slots):
-            slots.cut(slot, 0, "cleared")
-            slots.touch(slot)
+        slots.published[:] = slots.used[:] = 0
+        for pin in slots.held_pins():
+            pin.ended = "cleared"
 
     def stats(self) -> SlotStats:
         """Return present counts and totals. O(slots + pins)."""
         slots = self._slots
         pins = slots.held_pins()
-        # A slot whose data was forgotten stays idle until the last copy from it is made.
-        busy = {*slots.leases, *(copy.src for copy in slots.copies.values())}
-        busy.update(np.flatnonzero(slots.published).tolist())
+        idle = int(np.count_nonzero((slots.used > 0) & (slots.used < _RUNNING)))
         return SlotStats(
             num_slots=self.num_slots,
-            empty=self.num_slots - len(busy),
-            idle=len(busy) - len(slots.leases),
+            empty=self.num_slots - idle - len(slots.leases),
+            idle=idle,
             running=len(slots.leases),
             pinned=len({pin.slot for pin in pins}),
             hard_pinned=len({pin.slot for pin in pins if pin.hard}),
@@ -505,15 +470,17 @@ class SlotCache:
             shared = slots.shared(pin.slot, root_key(pin.namespace), pin.tokens)
             assert shared == len(pin.tokens), f"{pin!r}: {shared} are there"
         for slot in range(self.num_slots):
-            runs, used = slot in slots.leases, int(slots.used[slot])
-            length, published = slots.lengths[slot], int(slots.published[slot])
-            state = f"slot {slot}: {length} tokens, {published} published, used {used}, {runs=}"
-            assert 0 <= published <= length <= self.max_tokens, state
-            assert used == _RUNNING if runs else length == published, state
-            assert runs or (0 < used < _RUNNING) == (published > 0), state
+            lease, used, published = slots.leases.get(slot), slots.used[slot], slots.published[slot]
+            state = f"slot {slot}: {published} tokens published, used {used}, {lease}"
+            if lease is None:
+                assert (0 < used < _RUNNING) == (published > 0), state
+            else:
+                assert used == _RUNNING, state
+                assert 0 <= published <= lease.num_tokens <= self.max_tokens, state
         for dst, copy in slots.copies.items():
-            assert copy.src != copy.dst == dst in slots.leases, f"{copy} has no target"
-            assert slots.published[dst] == copy.start < copy.tokens <= slots.lengths[dst], copy
+            assert copy.src != copy.dst == dst, f"{copy} has no target"
+            length = slots.leases[dst].num_tokens
+            assert slots.published[dst] == copy.start < copy.tokens <= length, copy
             source, target = slots.rows[[copy.src, dst], : copy.tokens]
             assert (source == target).all(), f"{copy}: the source was overwritten"
 
