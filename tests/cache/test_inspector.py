@@ -141,7 +141,85 @@ def test_one_run(cache):
     assert (head.node.below_pages, head.node.below_runs, head.children) == (3, 3, 2)
 
 
-# --- many ----------------------------------------------------------------------------------------
+@given(asked)
+@settings(max_examples=100, deadline=None)
+def test_a_number_is_never_given_again(prompts):
+    cache = PagedCache(200, PAGE)
+    before: dict[int, tuple[int, ...]] = {}  # numbers, and the paths to what ends there
+    ever = 0
+    for tokens, _ in prompts:
+        store(cache, tokens)
+        shown = cache.map("").nodes
+        now = {node.id: tuple(cache.node(node.id).page_ids.tolist()) for node in shown}
+        assert all(number in before or number > ever for number in now)
+        for number in now.keys() & before.keys():  # cut in two, or grown; it is the same run
+            assert set(now[number]) & set(before[number])
+        before, ever = now, max(now, default=ever)
+        if len(now) > 4:
+            cache.evict(1)
+
+
+def test_uses_are_of_both_halves_and_outlive_what_was_used():
+    cache = PagedCache(100, PAGE)
+    for _ in range(4):
+        store(cache, [1, 1, 2, 2, 3, 3, 0])
+    store(cache, [1, 1, 2, 2, 4, 4, 0])
+
+    def hits():
+        return {tuple(node.head.tolist()): node.hits for node in cache.map("").nodes}
+
+    assert hits() == {(1, 1, 2, 2): 4, (3, 3): 3, (4, 4): 0}
+    cache.evict(2)
+    assert hits() == {(1, 1, 2, 2): 4}
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+@given(asked, st.integers(1, 4), st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12))))
+@settings(max_examples=150, deadline=None)
+def test_changes_between_steps_leave_sums_that_fit_together(prompts, step, changes):
+    """Runs are evicted, stored, cut in two and joined again while a map is made."""
+    cache = PagedCache(200, PAGE)
+    for tokens, namespace in prompts:
+        store(cache, tokens, namespace)
+    # A request that goes on in the middle of a run cuts it in two.
+    held = [cache.open([*tokens[:4], 9], space) for tokens, space in prompts[:4]]
+    coming = iter(changes)
+
+    def change(_seconds):
+        evicted, length = next(coming, (0, 0))
+        cache.evict(evicted)
+        store(cache, [length % 3, *range(length)], "a")
+        if held:
+            held.pop().close(keep=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspector, "_STEP", step)
+        patch.setattr(inspector.time, "sleep", change)
+        made = cache.map(nodes=9)
+    shown = {node.id for node in made.nodes if not node.hidden} | {None}
+    assert all(node.parent in shown for node in made.nodes)
+    assert sum(node.pages for node in made.nodes) == made.pages
+    assert sum(node.below_pages for node in made.nodes if node.parent is None) == made.pages
+    assert all(node.below_pages >= node.pages >= 0 for node in made.nodes)
+    for sequence in held:
+        sequence.close()
+    pages = sum(len(run.pages) for space in cache.namespaces() for run in cache.runs(space))
+    assert cache.map().pages == pages
+    cache.check()
+
+
+def test_a_front_that_is_joined_again_counts_once(monkeypatch):
+    for step in (1, 2, 3):
+        cache = PagedCache(100, PAGE)
+        store(cache, [1, 1, 2, 2, 3, 3, 0])
+        held = [cache.open([1, 1, 9])]
+        assert len(list(cache.runs())) == 2
+        monkeypatch.setattr(inspector, "_STEP", step)
+        monkeypatch.setattr(inspector.time, "sleep", lambda _s, h=held: h and h.pop().close())
+        made = cache.map()
+        assert made.pages == sum(node.pages for node in made.nodes) == 3
 
 
 def test_maps_are_made_while_requests_come_and_go(monkeypatch):

@@ -244,13 +244,13 @@ def duplicates_are_not_freed(patch: Patch) -> None:
 
 
 def pages_are_free_while_they_are_used(patch: Patch) -> None:
-    retain = PagePool.retain_known
+    retain = PagePool.retain
 
     def forgetful(self: PagePool, pages: object) -> None:
         if len(pages) != 2:
             retain(self, pages)
 
-    patch.setattr(PagePool, "retain_known", forgetful)
+    patch.setattr(PagePool, "retain", forgetful)
 
 
 RADIX_ONLY = {partial_matches_are_a_token_too_long, partial_matches_are_a_token_too_short,

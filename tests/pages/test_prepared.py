@@ -89,7 +89,7 @@ def test_a_prepared_store_is_the_plain_one(memory):
     heads, dim = memory.geometry.rank_heads, memory.geometry.head_dim
     latent = memory.geometry.latent_dim is not None
     places = memory.prepare_store(np.array(slots, np.int32))
-    assert len(places) == 4
+    assert len(places.pages) == 4
     device = memory.device
     other = PagedTensors(memory.geometry, 9, PAGE_SIZE, layout=memory.layout, device=device)
     other.write(range(9), memory.read(range(9)))

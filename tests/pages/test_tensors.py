@@ -424,8 +424,6 @@ def test_blocks_of_a_wrong_kind_are_refused_before_anything_is_written() -> None
         ({"num_pages": 2.0}, "num_pages is 2.0"),
         ({"page_size": -1}, "page_size is -1"),
         ({"layout": "DHN"}, "layout is 'DHN'; 'NHD' and 'HND' are known"),
-        ({"dtype": torch.float16}, r"dtype is torch.float16 and the geometry's .* float32"),
-        ({"dtype": "float32"}, "dtype is float32"),
         ({"device": "abacus"}, "no memory for 2 pages .* on abacus"),
     ],
 )

@@ -28,11 +28,10 @@ def seen(cache: SlotCache) -> SlotStats:
     return cache.stats()
 
 
-def fill(cache: SlotCache, tokens: Sequence[int], namespace: str = "", *, keep: bool = True) -> int:
+def fill(cache: SlotCache, tokens: Sequence[int], namespace: str = "") -> int:
     """Run a request from beginning to end; returns its slot."""
     with cache.acquire(tokens, namespace) as lease:
         lease.publish(len(tokens))
-        lease.release(keep=keep)
     return lease.slot
 
 
@@ -40,9 +39,7 @@ def steps(lease: SlotLease) -> dict[str, Callable[[], object]]:
     return {
         "extend": lambda: lease.extend([1]),
         "publish": lambda: lease.publish(1),
-        "truncate": lambda: lease.truncate(0),
         "release": lease.release,
-        "forget": lambda: lease.release(keep=False),
         "copied": lease.copied,
         "tokens": lambda: lease.tokens,
         "num_tokens": lambda: lease.num_tokens,

@@ -55,8 +55,6 @@ def test_steps_beyond_the_slot_are_refused_and_change_nothing() -> None:
         lambda: lease.publish(-1),
         lambda: lease.publish(1.0),  # type: ignore[arg-type]
         lambda: lease.publish(True),
-        lambda: lease.truncate(4),
-        lambda: lease.truncate(-1),
     ):
         with pytest.raises(InvalidValue):
             wrong()
@@ -64,17 +62,4 @@ def test_steps_beyond_the_slot_are_refused_and_change_nothing() -> None:
     assert lease.published == 0
     lease.extend([4])
     lease.publish(np.int64(4))  # type: ignore[arg-type]
-    cache.check()
-
-
-def test_what_was_truncated_and_computed_again_is_forgotten_with_the_request() -> None:
-    cache = SlotCache(1, 8)
-    with cache.acquire([1, 2, 3, 4]) as lease:
-        lease.publish(4)
-    lease = cache.acquire([1, 2, 3, 4, 5])
-    lease.truncate(2)
-    lease.extend([3, 4])
-    lease.publish(4)
-    lease.release(keep=False)
-    assert cache.match([1, 2, 3, 4]) == 2
     cache.check()

@@ -57,15 +57,13 @@ class Slot:
     space: str = ""
     tokens: list[int] = field(default_factory=list)
     published: int = 0
-    kept: int = 0
     computed: int = 0  # positions whose content the engine put there
     lease: SlotLease | None = None
     used: int = 0
-    forgotten: bool = False  # given back with nothing to keep, but still copied from
 
     @property
     def idle(self) -> bool:
-        return self.lease is None and (self.published > 0 or self.forgotten)
+        return self.lease is None and self.published > 0
 
     def shared(self, space: str, prompt: list[int]) -> int:
         return common(self.tokens[: self.published], prompt) if self.space == space else 0
@@ -150,11 +148,6 @@ class SlotMachine(RuleBasedStateMachine):
             self.pins.remove(pin)
             self.ended_pins.append(pin.pin)
 
-    def settle(self, source: int) -> None:
-        slot = self.slots[source]
-        if slot.forgotten and not self.readers(source):
-            self.slots[source] = Slot()
-
     def pick(self, indices: list[int], which: int) -> int:
         return indices[which % len(indices)]
 
@@ -177,7 +170,7 @@ class SlotMachine(RuleBasedStateMachine):
         index = self.start_request(space, prompt)
         if index is not None:
             self.compute(index, 1.0)
-            self.end_request(index, keep=True)
+            self.end_request(index)
 
     def start_request(self, space: str, prompt: list[int]) -> int | None:
         stored = [slot.shared(space, prompt) for slot in self.slots]
@@ -202,7 +195,7 @@ class SlotMachine(RuleBasedStateMachine):
             assert stored[source] >= longest
         assert self.slots[index].lease is None
         self.give_way(index, kept)
-        self.slots[index] = Slot(space, list(prompt), kept, kept, kept, lease)
+        self.slots[index] = Slot(space, list(prompt), kept, kept, lease)
         if lease.copy:
             self.touch(lease.copy.src)
         self.hits += longest
@@ -224,7 +217,6 @@ class SlotMachine(RuleBasedStateMachine):
         lease.copied()
         assert lease.copy is None
         slot.published = slot.computed = copy.tokens
-        self.settle(copy.src)
 
     def make(self, lease: SlotLease) -> None:
         copy = lease.copy
@@ -256,8 +248,6 @@ class SlotMachine(RuleBasedStateMachine):
         slot.computed = max(slot.computed, n)
         lease.publish(n)
         slot.published = max(slot.published, n)
-        if copy is not None:
-            self.settle(copy.src)
 
     @precondition(lambda self: self.running())
     @rule(which=picks, more=st.lists(st.integers(0, 1), max_size=3))
@@ -269,50 +259,20 @@ class SlotMachine(RuleBasedStateMachine):
         slot.tokens += more
 
     @precondition(lambda self: self.running())
-    @rule(which=picks, much=fractions)
-    def truncate(self, which: int, much: float) -> None:
-        index = self.pick(self.running(), which)
-        slot = self.slots[index]
-        lease = slot.lease
-        assert lease is not None
-        n = round(much * len(slot.tokens))
-        if n < self.locked(index) or (lease.copy is not None and n < lease.copy.tokens):
-            with pytest.raises(IllegalStep):
-                lease.truncate(n)
-            return
-        lease.truncate(n)
-        self.give_way(index, n)
-        del slot.tokens[n:]
-        slot.published = min(slot.published, n)
-        slot.computed = min(slot.computed, n)
-        slot.kept = min(slot.kept, n)
+    @rule(which=picks)
+    def release(self, which: int) -> None:
+        self.end_request(self.pick(self.running(), which))
 
-    @precondition(lambda self: self.running())
-    @rule(which=picks, keep=st.booleans())
-    def release(self, which: int, *, keep: bool) -> None:
-        self.end_request(self.pick(self.running(), which), keep=keep)
-
-    def end_request(self, index: int, *, keep: bool) -> None:
+    def end_request(self, index: int) -> None:
         slot = self.slots[index]
-        lease = slot.lease
-        assert lease is not None
-        copy = lease.copy
-        lease.release(keep=keep)
-        left = slot.published
-        if not keep:
-            left = max(min(left, slot.kept), self.pinned(index, only_hard=True))
+        assert slot.lease is not None
+        slot.lease.release()
+        self.over.append(slot.lease)
         slot.lease = None
-        self.over.append(lease)
-        if copy is not None:
-            self.settle(copy.src)
-        self.give_way(index, left)
-        slot.tokens, slot.published = slot.tokens[:left], left
+        del slot.tokens[slot.published :]
         self.touch(index)
-        if not left:
-            if self.readers(index):
-                slot.forgotten = True
-            else:
-                self.slots[index] = Slot()
+        if not slot.published:
+            self.slots[index] = Slot()
 
     @rule(
         which=picks,
@@ -370,9 +330,7 @@ class SlotMachine(RuleBasedStateMachine):
         for step in (
             lambda: lease.extend([1]),
             lambda: lease.publish(1),
-            lambda: lease.truncate(0),
             lease.release,
-            lambda: lease.release(keep=False),
             lease.copied,
         ):
             with pytest.raises(IllegalStep):

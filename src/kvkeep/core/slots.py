@@ -41,7 +41,7 @@ from kvkeep.core.keys import as_namespace, root_key
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SlotCache", "SlotCopy", "SlotLease", "SlotPin", "SlotStats", "copy_slot"]
 
-# Rows of a power-of-two length would all begin in the same set of the CPU cache, and the search
-# reads the beginnings of many rows. One more cache line per row spreads them.
-_ROW_PADDING = 16
+_RUNNING = np.iinfo(np.int64).max
 
 
 class SlotCopy(NamedTuple):
@@ -117,48 +115,65 @@ class SlotStats:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class _Slot:
-    """What the cache and the lease on a slot both change.
+class _Slots:
+    """The state of all slots, which the cache and its leases change.
 
-    The first ``length`` tokens of ``row`` are there; others may use KV of the first ``published``.
+    Others may use KV of the first ``published[slot]`` tokens of ``rows[slot]``. What a search reads
+    first lies in columns, for a few passes of NumPy.
     """
 
-    def __init__(self, number: int, row: TokenArray) -> None:
-        self.number = number
-        self.row = row
-        self.root = b""  # the root key of the namespace
-        self.length = self.published = self.version = 0
-        self.lease: SlotLease | None = None  # while it runs
-        self.readers: list[SlotLease] = []  # whose copies come from here, pending or not
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.rows = np.zeros((num_slots, max_tokens), TOKEN_DTYPE)
+        self.published = np.zeros(num_slots, np.int64)
+        # The larger, the later; 0 for a free slot without data.
+        self.used = np.zeros(num_slots, np.int64)
+        self.hashes = np.zeros(num_slots, np.int64)  # of the root keys
+        self.roots = [b""] * num_slots  # the root keys of the namespaces
+        self.versions = [0] * num_slots
+        self.leases: dict[int, SlotLease] = {}
+        self.copies: dict[int, SlotCopy] = {}  # pending ones, by their target
         self.pins: list[SlotPin] = []  # ended ones, too
-        self.used = 0  # the larger, the later
+        self._uses = itertools.count(1)
 
-    def shared(self, root: bytes, prompt: TokenArray) -> int:
-        """Return how many published tokens the prompt begins with."""
-        if not self.published or self.root != root:
+    def touch(self, slot: int) -> None:
+        """Record that a slot was used, if no lease holds it."""
+        if slot not in self.leases:
+            self.used[slot] = next(self._uses) if self.published[slot] else 0
+
+    def shared(self, slot: int, root: bytes, prompt: TokenArray) -> int:
+        """Return how many published tokens of a slot the prompt begins with."""
+        if self.roots[slot] != root:
             return 0
-        return common_length(self.row[: self.published], prompt)
+        return common_length(self.rows[slot, : self.published[slot]], prompt)
 
-    def pinned(self, *, soft: bool) -> int:
-        """Return how many leading tokens hard pins guard, or with ``soft``, all pins."""
-        if self.pins:
-            self.pins = [pin for pin in self.pins if pin.held]
-        return max((len(pin.tokens) for pin in self.pins if soft or pin.hard), default=0)
+    def longest(self, root: bytes, prompt: TokenArray) -> tuple[int, int]:
+        """Return the slot that shares most with the prompt, and how much; (0, 0) if none does.
 
-    def guarded(self, *, soft: bool) -> int:
-        """Return how many leading tokens these pins guard, or pending copies."""
-        if not self.pins and not self.readers:
-            return 0
-        copies = (reader.copy.tokens for reader in self.readers if reader.copy)
-        return max(self.pinned(soft=soft), 0, *copies)
+        Only slots that have the prompt's next token behind the most so far can share more.
+        """
+        best, most = 0, 0
+        rivals = np.flatnonzero(self.hashes == hash(root))
+        while most < len(prompt):
+            rivals = rivals[self.published[rivals] > most]
+            rivals = rivals[self.rows[rivals, most] == prompt[most]]
+            if not len(rivals):
+                break
+            slot = int(rivals[self.published[rivals].argmax()])
+            rivals = rivals[rivals != slot]
+            if (shared := self.shared(slot, root, prompt)) > most:
+                best, most = slot, shared
+        return best, most
 
-    def cut(self, length: int, why: str = "gave way") -> None:
-        """Drop all but the first ``length`` tokens, and end the pins that guard more."""
-        for pin in self.pins:
-            if pin.held and len(pin.tokens) > length:
-                pin.ended = why
-        self.length = min(self.length, length)
-        self.published = min(self.published, length)
+    def held_pins(self) -> list[SlotPin]:
+        """Return the pins that still hold. O(pins)."""
+        self.pins = [pin for pin in self.pins if pin.held]
+        return self.pins
+
+    def guards(self, *, soft: bool) -> dict[int, int]:
+        """Return how many leading tokens of slots hard pins and pending copies guard, or all."""
+        guards = [(pin.slot, len(pin.tokens)) for pin in self.held_pins() if soft or pin.hard]
+        guards += [(copy.src, copy.tokens) for copy in self.copies.values()]
+        return dict(sorted(guards))  # the last of a slot is its longest
 
 
 @dataclass(eq=False, slots=True)
@@ -167,61 +182,64 @@ class SlotLease:
 
     ``slot`` and ``version`` identify the hold: the version grows with each lease of the slot.
     ``num_cached`` prompt tokens, fewer than the prompt, need no computing once ``copy`` is made.
-    ``copy`` is None when there is none, and after it was made.
 
     As a context manager it releases the slot at the end and keeps what was published. Every step
     after that, or after the cache was cleared, raises `IllegalStep` and changes nothing.
     """
 
-    _slot: _Slot = field(repr=False)
-    _uses: Iterator[int] = field(repr=False)
-    _inherited: int = field(repr=False)  # tokens that the slot held before and does not forget
+    _slots: _Slots = field(repr=False)
+    _length: int = field(repr=False)
     slot: int
     version: int
     namespace: Namespace
     num_cached: int
-    copy: SlotCopy | None
 
     @property
     def running(self) -> bool:
         """Whether the lease still holds its slot."""
-        return self._slot.lease is self
+        return self._slots.leases.get(self.slot) is self
+
+    @property
+    def copy(self) -> SlotCopy | None:
+        """The copy to make before computing; None when there is none, and after it was made."""
+        return self._slots.copies.get(self.slot) if self.running else None
 
     @property
     def tokens(self) -> TokenArray:
         """A copy of the prompt and the tokens added to it."""
-        slot = self._held()
-        return slot.row[: slot.length].copy()
+        return self._slots.rows[self.slot, : self.num_tokens].copy()
 
     @property
     def num_tokens(self) -> int:
         """Length of the prompt and the tokens added to it."""
-        return self._held().length
+        self._held()
+        return self._length
 
     @property
     def published(self) -> int:
         """Leading tokens that other requests may use."""
-        return self._held().published
+        return int(self._held().published[self.slot])
 
     def copied(self) -> None:
         """Report that ``copy`` was made: publish its tokens, end the guard on its source."""
-        self._held()
-        if self.copy is None:
+        copy = self._held().copies.get(self.slot)
+        if copy is None:
             raise IllegalStep(f"no copy into slot {self.slot} is pending")
-        self.publish(self.copy.tokens)
+        self.publish(copy.tokens)
 
     def extend(self, tokens: TokensLike) -> None:
-        """Append generated tokens (or more of the prompt). O(tokens added).
+        """Append generated tokens (drafts once they are accepted). O(tokens added).
 
         Raises `InvalidValue` when the slot cannot hold that many.
         """
-        slot, added = self._held(), as_tokens(tokens)
-        if (length := slot.length + len(added)) > len(slot.row):
+        start, added = self.num_tokens, as_tokens(tokens)
+        row = self._slots.rows[self.slot]
+        if (stop := start + len(added)) > len(row):
             raise InvalidValue(
-                f"a slot holds at most {len(slot.row)} tokens; slot {self.slot} would have {length}"
+                f"a slot holds at most {len(row)} tokens; slot {self.slot} would have {stop}"
             )
-        slot.row[slot.length : length] = added
-        slot.length = length
+        row[start:stop] = added
+        self._length = stop
 
     def publish(self, n: int) -> None:
         """Report that the KV of the first ``n`` tokens is computed, for others to copy. O(1).
@@ -229,43 +247,19 @@ class SlotLease:
         A smaller ``n`` than before changes nothing. While a copy is pending, ``n`` must cover it,
         which reports the copy as made; `IllegalStep` otherwise.
         """
-        slot = self._held()
-        n = whole("n, the number of tokens computed,", n, 0, slot.length)
-        self._refuse_within_copy(n)
-        self.copy = None
-        slot.published = max(slot.published, n)
+        n = whole("n, the number of tokens computed,", n, 0, self.num_tokens)
+        if (copy := self.copy) is not None and n < copy.tokens:
+            raise IllegalStep(f"{copy} is pending; make it and call copied() first")
+        self._slots.copies.pop(self.slot, None)
+        if n > self.published:
+            self._slots.published[self.slot] = n
 
-    def truncate(self, n: int) -> None:
-        """Drop all but the first ``n`` tokens, such as rejected drafts. O(pins of the slot).
-
-        Published tokens may be dropped too, which ends soft pins on them. Raises `IllegalStep` when
-        a hard pin or a pending copy, from this slot or into it, needs them.
-        """
-        slot = self._held()
-        n = whole("n, the number of tokens left,", n, 0, slot.length)
-        self._refuse_within_copy(n)
-        if n < (needed := slot.guarded(soft=False)):
-            raise IllegalStep(
-                f"slot {self.slot} cannot be cut to {n} tokens: "
-                f"{needed} are hard-pinned or being copied from"
-            )
-        slot.cut(n)
-        self._inherited = min(self._inherited, n)
-
-    def release(self, *, keep: bool = True) -> None:
-        """Return the slot. Published tokens stay for other requests; the rest is forgotten.
-
-        ``keep=False`` also forgets what this request published, with the soft pins on it. Tokens
-        that the slot held before, and hard-pinned ones, stay.
-        """
-        slot = self._held()
-        stays = slot.published
-        if not switch("keep", keep):
-            stays = max(min(stays, self._inherited), slot.pinned(soft=False))
-        self.copy = None
-        slot.lease = None
-        slot.cut(stays)
-        slot.used = next(self._uses)
+    def release(self) -> None:
+        """Return the slot. Published tokens stay for other requests; the rest is forgotten."""
+        slots = self._held()
+        slots.copies.pop(self.slot, None)
+        del slots.leases[self.slot]
+        slots.touch(self.slot)
 
     def __enter__(self) -> Self:
         self._held()
@@ -275,18 +269,14 @@ class SlotLease:
         if self.running:
             self.release()
 
-    def _held(self) -> _Slot:
-        """Return the slot, or raise if the lease is over."""
+    def _held(self) -> _Slots:
+        """Return the slots, or raise if the lease is over."""
         if not self.running:
             raise IllegalStep(
                 f"the lease on slot {self.slot} (version {self.version}) is over: it was released, "
                 f"or the cache was cleared"
             )
-        return self._slot
-
-    def _refuse_within_copy(self, n: int) -> None:
-        if self.copy is not None and n < self.copy.tokens:
-            raise IllegalStep(f"{self.copy} is pending; make it and call copied() first")
+        return self._slots
 
 
 class SlotCache:
@@ -314,13 +304,12 @@ class SlotCache:
         self.max_tokens = whole("max_tokens", max_tokens, 1, 2**31 - 1)
         self._clock = clock
         self._totals = Counter[str]()
-        rows = np.zeros((self.num_slots, self.max_tokens + _ROW_PADDING), TOKEN_DTYPE)
-        self._slots = [_Slot(slot, row[: self.max_tokens]) for slot, row in enumerate(rows)]
-        self._uses = itertools.count(1)
+        self._slots = _Slots(self.num_slots, self.max_tokens)
 
     def match(self, tokens: TokensLike, namespace: NamespaceLike = "") -> int:
         """Return how many leading ``tokens`` the best slot has published. Changes nothing."""
-        return max(self._shared(as_tokens(tokens), as_namespace(namespace)))
+        prompt = as_tokens(tokens)
+        return self._slots.longest(root_key(as_namespace(namespace)), prompt)[1]
 
     def acquire(self, tokens: TokensLike, namespace: NamespaceLike = "") -> SlotLease:
         """Return a slot for a prompt of 1 … ``max_tokens`` tokens.
@@ -329,30 +318,35 @@ class SlotCache:
         before computing; its source does not change until then.
 
         Raises `InvalidValue` for wrong tokens, and `OutOfSlots` when every slot is running,
-        hard-pinned or being copied from; neither changes anything. Cost: O(prompt) to store the
-        tokens at memory speed, and up to 4 µs a slot to compare them, plus what they share.
+        hard-pinned or being copied from; neither changes anything. Cost: O(prompt) to compare and
+        store the tokens at memory speed, and some passes of NumPy over the slots; a few µs more for
+        each slot that has to be compared.
         """
         prompt = self._checked(tokens)
         space = as_namespace(namespace)
-        shared = self._shared(prompt, space)
+        root = root_key(space)
+        slots = self._slots
+        source, most = slots.longest(root, prompt)
         limit = len(prompt) - 1  # the last prompt token is computed again even if it is there
-        slot = self._choose(shared, limit)
-        start, num_cached = min(shared[slot.number], limit), min(max(shared), limit)
-        source = self._slots[shared.index(max(shared))]
-        lost = slot.published - shared[slot.number]
+        slot, shared = self._choose(root, prompt, most)
+        start, num_cached = min(shared, limit), min(most, limit)
+        lost = int(slots.published[slot]) - shared
 
         # Nothing fails from here on.
-        slot.cut(start)
-        slot.row[start : len(prompt)] = prompt[start:]
-        slot.length, slot.root = len(prompt), root_key(space)
-        slot.version += 1
-        slot.lease = lease = SlotLease(
-            slot, self._uses, start, slot.number, slot.version, space, num_cached, copy=None
-        )
+        for pin in slots.pins:
+            if pin.slot == slot and len(pin.tokens) > start:
+                pin.ended = "gave way"
+        slots.published[slot] = start
+        slots.rows[slot, start : len(prompt)] = prompt[start:]
+        slots.roots[slot], slots.hashes[slot] = root, hash(root)
+        slots.versions[slot] += 1
+        slots.used[slot] = _RUNNING
+        version = slots.versions[slot]
+        lease = SlotLease(slots, len(prompt), slot, version, space, num_cached)
+        slots.leases[slot] = lease
         if num_cached > start:
-            lease.copy = SlotCopy(source.number, slot.number, num_cached, start)
-            source.readers = [reader for reader in source.readers if reader.copy] + [lease]
-            source.used = next(self._uses)
+            slots.copies[slot] = SlotCopy(source, slot, num_cached, start)
+            slots.touch(source)
         self._totals.update(
             acquires=1,
             prompt_tokens=len(prompt),
@@ -363,26 +357,25 @@ class SlotCache:
         )
         return lease
 
-    def _shared(self, prompt: TokenArray, space: Namespace) -> list[int]:
-        """Return how many published tokens of each slot the prompt begins with."""
-        root = root_key(space)
-        return [slot.shared(root, prompt) for slot in self._slots]
-
-    def _choose(self, shared: list[int], limit: int) -> _Slot:
-        """Return a slot, given what each shares with a prompt; at most ``limit`` of that stays."""
-
-        def order(slot: _Slot) -> tuple[int, int]:
-            if slot.guarded(soft=True) > min(shared[slot.number], limit):
-                return 2, slot.used
-            if 0 < slot.published == shared[slot.number]:
-                return 0, -slot.published
-            return 1, slot.used if slot.published else 0
-
-        free = [slot for slot in self._slots if slot.lease is None]
-        may = [slot for slot in free if slot.guarded(soft=False) <= min(shared[slot.number], limit)]
-        if not may:
-            raise OutOfSlots(self.num_slots - len(free), self.num_slots)
-        return min(may, key=order)
+    def _choose(self, root: bytes, prompt: TokenArray, most: int) -> tuple[int, int]:
+        """Return a free slot for the prompt, of which the best has ``most``, and what it shares."""
+        slots, limit = self._slots, len(prompt) - 1
+        guards = slots.guards(soft=True)
+        whole = (slots.published > 0) & (slots.published <= most) & (slots.used < _RUNNING)
+        free = np.flatnonzero(whole & (slots.hashes == hash(root)))
+        last = slots.published[free] - 1
+        free = free[slots.rows[free, last] == prompt[last]]
+        for slot in free[np.argsort(-slots.published[free], kind="stable")].tolist():
+            shared = slots.shared(slot, root, prompt)
+            if shared == slots.published[slot] and guards.get(slot, 0) <= min(shared, limit):
+                return slot, shared
+        by_age = np.argsort(slots.used, kind="stable").tolist()  # empty ones first
+        for guarded in (guards, slots.guards(soft=False)):
+            for slot in by_age[: self.num_slots - len(slots.leases)]:
+                shared = slots.shared(slot, root, prompt)
+                if guarded.get(slot, 0) <= min(shared, limit):
+                    return slot, shared
+        raise OutOfSlots(len(slots.leases), self.num_slots)
 
     def pin(
         self,
@@ -399,28 +392,30 @@ class SlotCache:
         that begin with it may still use its slot.
 
         Raises `NotCached` when no slot has published all of ``tokens``, `IllegalStep` when too many
-        slots would be hard-pinned. Cost: that of `match`.
+        slots would be hard-pinned. Cost: that of `match`, and O(slots + pins).
         """
         prefix = self._checked(tokens).copy()
         space = as_namespace(namespace)
         if ttl is not None:
             ttl = number("ttl", ttl, "a positive number of seconds, or None,", above=0, ends=True)
         hard = switch("hard", hard)
-        shared = self._shared(prefix, space)
-        if max(shared) < len(prefix):
+        slots, root = self._slots, root_key(space)
+        _, most = slots.longest(root, prefix)
+        if most < len(prefix):
             raise NotCached(
-                f"of these {len(prefix)} tokens {max(shared)} are cached; "
-                f"publish them before pinning them"
+                f"of these {len(prefix)} tokens {most} are cached; publish them before pinning them"
             )
-        slot = self._slots[shared.index(len(prefix))]
-        if hard and all(other.pinned(soft=False) for other in self._slots if other is not slot):
+        every = range(self.num_slots)
+        slot = next(slot for slot in every if slots.shared(slot, root, prefix) == most)
+        pinned = {pin.slot for pin in slots.held_pins() if pin.hard}
+        if hard and len(pinned | {slot}) == self.num_slots:
             raise IllegalStep(
                 f"{self.num_slots - 1} of {self.num_slots} slots may be hard-pinned, and they are; "
                 f"unpin one first"
             )
         expires_at = float("inf") if ttl is None else self._clock() + ttl
-        pin = SlotPin(slot.number, prefix, space, hard, expires_at, self._clock)
-        slot.pins.append(pin)
+        pin = SlotPin(slot, prefix, space, hard, expires_at, self._clock)
+        slots.pins.append(pin)
         return pin
 
     def unpin(self, pin: SlotPin) -> bool:
@@ -431,11 +426,8 @@ class SlotCache:
         check_type("pin", pin, SlotPin, "a pin of SlotCache.pin")
         if pin.ended == "unpinned":
             raise IllegalStep(f"{pin!r} was unpinned before")
-        holders = [slot for slot in self._slots if pin in slot.pins]
-        if (held := pin.held) and not holders:
+        if (held := pin.held) and pin not in self._slots.pins:
             raise InvalidValue(f"{pin!r} is not a pin of this cache")
-        for slot in holders:
-            slot.pins.remove(pin)
         pin.ended = "unpinned"
         return held
 
@@ -445,48 +437,52 @@ class SlotCache:
         Steps on those leases raise `IllegalStep` from now on. Call it when nothing is being
         computed: the slots are reused at once.
         """
-        for slot in self._slots:
-            slot.lease = None
-            slot.readers = []
-            slot.cut(0, "cleared")
+        slots = self._slots
+        slots.leases.clear()
+        slots.copies.clear()
+        slots.published[:] = slots.used[:] = 0
+        for pin in slots.held_pins():
+            pin.ended = "cleared"
 
     def stats(self) -> SlotStats:
         """Return present counts and totals. O(slots + pins)."""
         slots = self._slots
-        running = sum(slot.lease is not None for slot in slots)
-        # A slot whose data was forgotten stays idle until the last copy from it is made.
-        empty = sum(
-            not (slot.lease or slot.published or slot.guarded(soft=False)) for slot in slots
-        )
+        pins = slots.held_pins()
+        idle = int(np.count_nonzero((slots.used > 0) & (slots.used < _RUNNING)))
         return SlotStats(
             num_slots=self.num_slots,
-            empty=empty,
-            idle=self.num_slots - empty - running,
-            running=running,
-            pinned=sum(slot.pinned(soft=True) > 0 for slot in slots),
-            hard_pinned=sum(slot.pinned(soft=False) > 0 for slot in slots),
-            pending_copies=sum(bool(slot.lease and slot.lease.copy) for slot in slots),
-            cached_tokens=sum(slot.published for slot in slots),
+            empty=self.num_slots - idle - len(slots.leases),
+            idle=idle,
+            running=len(slots.leases),
+            pinned=len({pin.slot for pin in pins}),
+            hard_pinned=len({pin.slot for pin in pins if pin.hard}),
+            pending_copies=len(slots.copies),
+            cached_tokens=int(slots.published.sum()),
             **self._totals,
         )
 
     def check(self) -> None:
         """Assert every invariant, recounted from scratch. O(everything); for tests."""
-        assert not all(slot.pinned(soft=False) for slot in self._slots), "all are hard-pinned"
-        for slot in self._slots:
-            lease = slot.lease
-            assert 0 <= slot.published <= slot.length <= self.max_tokens, vars(slot)
-            assert lease or slot.length == slot.published, "a free slot has unpublished tokens"
-            for pin in slot.pins:
-                shared = slot.shared(root_key(pin.namespace), pin.tokens)
-                assert not pin.held or shared == len(pin.tokens), f"{pin!r}: {shared} are there"
-            if lease and (copy := lease.copy):
-                source = self._slots[copy.src]
-                assert copy.dst == slot.number != copy.src, f"{copy} copies onto itself"
-                assert lease in source.readers, f"{copy}: its source is not guarded"
-                assert slot.published == copy.start < copy.tokens <= slot.length, vars(slot)
-                same = source.row[: copy.tokens] == slot.row[: copy.tokens]
-                assert same.all(), f"{copy}: the source was overwritten"
+        slots = self._slots
+        pins = slots.held_pins()
+        assert len({pin.slot for pin in pins if pin.hard}) < self.num_slots, "all are hard-pinned"
+        for pin in pins:
+            shared = slots.shared(pin.slot, root_key(pin.namespace), pin.tokens)
+            assert shared == len(pin.tokens), f"{pin!r}: {shared} are there"
+        for slot in range(self.num_slots):
+            lease, used, published = slots.leases.get(slot), slots.used[slot], slots.published[slot]
+            state = f"slot {slot}: {published} tokens published, used {used}, {lease}"
+            if lease is None:
+                assert (0 < used < _RUNNING) == (published > 0), state
+            else:
+                assert used == _RUNNING, state
+                assert 0 <= published <= lease.num_tokens <= self.max_tokens, state
+        for dst, copy in slots.copies.items():
+            assert copy.src != copy.dst == dst, f"{copy} has no target"
+            length = slots.leases[dst].num_tokens
+            assert slots.published[dst] == copy.start < copy.tokens <= length, copy
+            source, target = slots.rows[[copy.src, dst], : copy.tokens]
+            assert (source == target).all(), f"{copy}: the source was overwritten"
 
     def _checked(self, tokens: TokensLike) -> TokenArray:
         array = as_tokens(tokens)

@@ -185,7 +185,7 @@ class CacheParts:
             self._report(pages, reason)
 
     def _let_go(self, pages: PageArray) -> None:
-        freed = self.pool.release_known(pages)
+        freed = self.pool.release(pages)
         assert freed == len(pages), "the index evicted a page that a sequence uses"
         if self.tree.marks.living:
             self.tree.marks.forget(pages)

@@ -302,7 +302,7 @@ class Sequence:
                 self.public_pages = min(self.public_pages, length // size)
             self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
-            cache.pool.release_known(gone)
+            cache.pool.release(gone)
             if self.groups is not None:
                 self.groups.rewind(length, self._table.values[: self._shared])
             self.num_cached = min(self.num_cached, length)
@@ -319,7 +319,7 @@ class Sequence:
             groups = None if self.groups is None else self.groups.fork()
             hold = cache.tree.again(self._hold)
             table = self._table.values
-            cache.pool.retain_known(table[self._shared :])
+            cache.pool.retain(table[self._shared :])
             other = Sequence(cache, self, hold, self.owner, self.priority)
             other.num_cached = max(self.num_cached, self.num_published)
             other.adopt(table, self._shared)
@@ -423,7 +423,7 @@ class Sequence:
     def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
         """Drop the references to ``own`` pages; ``existing`` ones replace the first of them."""
         self._table.values[start : start + len(existing)] = existing
-        self._cache.pool.release_known(own)
+        self._cache.pool.release(own)
 
     def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
         """End the sequence: published pages stay in the cache, all others are freed.
@@ -454,7 +454,7 @@ class Sequence:
                 cache.watch.stored(row, self.space)
             stored = self._shared
             if len(self._table) > stored:
-                cache.pool.release_known(self._table.values[stored:])
+                cache.pool.release(self._table.values[stored:])
             if keep:
                 cache.tree.release(self._hold)
             else:

@@ -10,7 +10,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Mapping
     from typing import Any
 
     import numpy.typing as npt
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.node import Entry, Node
 
-__all__ = ["MOST_WEIGHT", "Lane", "Lanes", "ShareClaim", "Shares", "check_weights"]
+__all__ = ["MOST_WEIGHT", "Lane", "ShareClaim", "Shares", "check_weights"]
+
+LEAST_WEIGHT: Final = 0.001
+MOST_WEIGHT: Final = 1e6
+_COMPARED: Final = 8
 
 
 class ShareClaim(NamedTuple):
@@ -36,10 +40,10 @@ class ShareClaim(NamedTuple):
 
 
 class Lane:
-    """The candidates of one tenant, in the order of a policy of its own.
+    """The candidates of one tenant that stores something, in the order of a policy of its own.
 
     ``size`` is all that it stores, held entries included, in the unit of `Entry.size`. ``item``
-    numbers its newest item in the queue of lanes; 0 while it has no candidates.
+    numbers its newest item in the queue of lanes; 0 while it is in none.
     """
 
     __slots__ = ("ages", "claim", "item", "policy", "size", "tenant")
@@ -58,157 +62,25 @@ class Lane:
         return self.size / self.claim.weight
 
     @property
-    def weight(self) -> float:
-        """Its part of the weights of all lanes; 0 for the public one."""
-        return 0.0 if self.claim.public else self.claim.weight
-
-
-def _place(lane: Lane) -> float:
-    return 1.0 if lane.claim.public else -lane.level
-
-
-class Lanes:
-    """The lanes of tenants that store something, by level.
-
-    Cost: O(log n) of n tenants to `rank` one. Thread safety: none.
-
-    Arguments:
-        make: makes the policy of a tenant.
-        claim_of: returns the claim of a tenant; see `reclaim`.
-        aside: whether a tenant without candidates in its policy has others elsewhere.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], EvictionPolicy],
-        claim_of: Callable[[Hashable], ShareClaim],
-        aside: Callable[[Hashable], bool] = lambda _tenant: False,
-    ) -> None:
-        self._make = make
-        self._claim_of = claim_of
-        self._aside = aside
-        self._lanes: dict[Hashable, Lane] = {}
-        # A heap of (-level, number, tenant): an item counts while its number is the lane's. Its
-        # level may be too high, until it comes first.
-        self._order: list[tuple[float, int, Hashable]] = []
-        self._items = 0
-        self._sum = Fraction()  # of weights, exactly: a float would drift as tenants come and go
-        self.weights = 0.0
-        """The weights of all lanes that store something but the public ones."""
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def _weigh(self, change: float) -> None:
-        """Add a lane's weight to those of all, or subtract it."""
-        self._sum += Fraction(change)
-        self.weights = float(self._sum)
-
-    def __iter__(self) -> Iterator[Lane]:
-        """Return the lanes of tenants that store something."""
-        return iter(self._lanes.values())
-
-    def get(self, tenant: Hashable) -> Lane | None:
-        """Return the lane of a tenant; None if it stores nothing."""
-        return self._lanes.get(tenant)
-
-    # --- tenants -----------------------------------------------------------------------------
-
-    def stores(self, tenant: Hashable) -> Lane:
-        """Return the lane of a tenant that stores something, or does so now."""
-        lane = self._lanes.get(tenant)
-        if lane is None:
-            lane = self._lanes[tenant] = Lane(tenant, self._make(), self._claim_of(tenant))
-            self._weigh(lane.weight)
-        return lane
-
-    def emptied(self, tenant: Hashable) -> None:
-        """Record that a tenant stores nothing any longer."""
-        lane = self._lanes.pop(tenant)
-        self._weigh(-lane.weight)
-        lane.item = 0
-
-    def reclaim(self, tenant: Hashable) -> None:
-        """Take over the claim of a tenant, which has changed."""
-        lane = self._lanes.get(tenant)
-        if lane is not None:
-            self._weigh(-lane.weight)
-            lane.claim = self._claim_of(tenant)
-            self._weigh(lane.weight)
-            self.rank(lane)
-
-    # --- order -------------------------------------------------------------------------------
-
-    def rank(self, lane: Lane) -> None:
-        """Put a lane with candidates to its present place in the queue.
-
-        Call it after its first candidate came, and after its level rose.
-        """
-        self._items += 1
-        lane.item = self._items
-        heapq.heappush(self._order, (_place(lane), lane.item, lane.tenant))
-        if len(self._order) > 4 * len(self._lanes) + 64:
-            self._order = [item for item in self._order if self._is_newest(item)]
-            heapq.heapify(self._order)
-
-    def _is_newest(self, item: tuple[float, int, Hashable]) -> bool:
-        lane = self._lanes.get(item[2])
-        return lane is not None and lane.item == item[1]
-
-    def first(self) -> Lane | None:
-        """Return the lane with the highest level, of those with candidates."""
-        while self._order:
-            item = self._order[0]
-            if self._is_newest(item):
-                lane = self._lanes[item[2]]
-                if len(lane.policy) or self._aside(lane.tenant):
-                    place = _place(lane)
-                    if place <= item[0]:
-                        return lane
-                    heapq.heapreplace(self._order, (place, *item[1:]))
-                    continue
-                lane.item = 0
-            heapq.heappop(self._order)
-        return None
-
-    def highest(self, count: int, floor: float) -> list[Lane]:
-        """Return the lane with the highest level, and the next ones above ``floor``.
-
-        At most ``count`` in all; there is one with candidates. Public ones do not count.
-        """
-        found: list[Lane] = []
-        kept = []
-        while len(found) < count:
-            lane = self.first()
-            if lane is None or (found and (lane.claim.public or lane.level <= floor)):
-                break
-            found.append(lane)
-            kept.append(heapq.heappop(self._order))
-        for item in kept:
-            heapq.heappush(self._order, item)
-        return found
-
-
-LEAST_WEIGHT: Final = 0.001
-MOST_WEIGHT: Final = 1e6
-_COMPARED: Final = 8
+    def place(self) -> float:
+        """What orders it among the lanes: the highest level first, public ones last."""
+        return 1.0 if self.claim.public else -self.level
 
 
 def check_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weights of tenants; `InvalidValue` for one that is not 0.001 … 1,000,000."""
     for tenant, weight in weights.items():
-        if not _is_weight(weight):
+        number: object = weight
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not LEAST_WEIGHT <= number <= MOST_WEIGHT
+        ):
             raise InvalidValue(
                 f"the share of {tenant!r} is {weight!r}; a weight from {LEAST_WEIGHT} to "
                 f"{MOST_WEIGHT:.0f} is needed"
             )
     return {tenant: float(weight) for tenant, weight in weights.items()}
-
-
-def _is_weight(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return LEAST_WEIGHT <= value <= MOST_WEIGHT
 
 
 class Shares(EvictionPolicy):
@@ -249,20 +121,20 @@ class Shares(EvictionPolicy):
         self.first = make()
         self.name = f"{self.first.name}+shares"
         self._make = make
-        self._size = 1
-        self._least = 1
-        self._lanes = Lanes(self._made, self._claim_of, self._has_aside)
+        self._size = self._least = 1
+        self._lanes: dict[Hashable, Lane] = {}
+        # A heap of (place, number, lane): an item counts while its number is the lane's. Its place
+        # may be too high, until it comes first.
+        self._order: list[tuple[float, int, Lane]] = []
+        self._items = 0
+        # Of all lanes but the public ones. A sum of floats would drift as tenants come and go.
+        self._exact_weight, self._weight = Fraction(), 0.0
         self._length = 0
         self._spare = 0  # by how many pages the last victim's tenant is above its floor
 
-    def _made(self) -> EvictionPolicy:
-        policy = self._make()
-        policy.join(self.first)
-        return policy
-
     def pages(self) -> dict[Hashable, int]:
         """Return the pages that each tenant stores."""
-        return {lane.tenant: lane.size for lane in self._lanes}
+        return {lane.tenant: lane.size for lane in self._lanes.values()}
 
     # --- tenants, which tiers tell by other means --------------------------------------------
 
@@ -277,10 +149,8 @@ class Shares(EvictionPolicy):
         space: Namespace = tenant  # type: ignore[assignment]
         return ShareClaim(self.weights.get(space.tenant, 1.0), bool(space.scope))
 
-    def _has_aside(self, tenant: Hashable) -> bool:
-        """Return whether a tenant has candidates that no policy orders."""
-        del tenant
-        return False
+    def _has_candidates(self, lane: Lane) -> bool:
+        return len(lane.policy) > 0
 
     def _age_of(self, entry: Entry) -> float:
         """Return the last use of a candidate, by a clock of all tenants."""
@@ -293,10 +163,80 @@ class Shares(EvictionPolicy):
             entry.counted = entry.size
             lane.size += change
             if change > 0 and lane.item:
-                self._lanes.rank(lane)
+                self._rank(lane)
+
+    # --- lanes -------------------------------------------------------------------------------
+
+    def _lane(self, tenant: Hashable) -> Lane:
+        """Return the lane of a tenant that stores something, or does so now."""
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            policy = self._make()
+            policy.join(self.first)
+            lane = self._lanes[tenant] = Lane(tenant, policy, self._claim_of(tenant))
+            self._weigh(lane.claim, 1)
+        return lane
 
     def _lane_of(self, entry: Entry) -> Lane:
-        return self._lanes.stores(self._tenant_of(entry))
+        return self._lane(self._tenant_of(entry))
+
+    def _emptied(self, lane: Lane) -> None:
+        """Forget the lane of a tenant that stores nothing any longer."""
+        del self._lanes[lane.tenant]
+        lane.item = 0
+        self._weigh(lane.claim, -1)
+
+    def _weigh(self, claim: ShareClaim, sign: int) -> None:
+        if not claim.public:
+            self._exact_weight += sign * Fraction(claim.weight)
+            self._weight = float(self._exact_weight)
+
+    def _rank(self, lane: Lane) -> None:
+        """Put a lane to its present place in the queue.
+
+        Call it after its first candidate came, and after its level rose.
+        """
+        self._items += 1
+        lane.item = self._items
+        heapq.heappush(self._order, (lane.place, lane.item, lane))
+        if len(self._order) > 4 * len(self._lanes) + 64:
+            self._order = [item for item in self._order if item[2].item == item[1]]
+            heapq.heapify(self._order)
+
+    def _pop_first(self) -> tuple[float, int, Lane] | None:
+        """Remove and return the item of the lane that is first, of those with candidates."""
+        while self._order:
+            place, number, lane = item = heapq.heappop(self._order)
+            if lane.item != number:
+                continue
+            if not self._has_candidates(lane):
+                lane.item = 0
+            elif lane.place > place:
+                heapq.heappush(self._order, (lane.place, number, lane))
+            else:
+                return item
+        return None
+
+    def _floor(self) -> float:
+        """Return the level up to which tenants keep what they have; there is one, not public."""
+        return self.guaranteed * self._size / self._weight
+
+    def _givers(self) -> list[Lane]:
+        """Return the lanes of tenants, one of which gives the next victim.
+
+        Of those above their floors the eight highest, else the highest; without candidates, none.
+        """
+        lanes: list[Lane] = []
+        items = []
+        while len(lanes) < _COMPARED and (item := self._pop_first()):
+            items.append(item)
+            lane = item[2]
+            if lanes and (lane.claim.public or lane.level <= self._floor()):
+                break
+            lanes.append(lane)
+        for item in items:
+            heapq.heappush(self._order, item)
+        return lanes
 
     # --- events ------------------------------------------------------------------------------
 
@@ -336,7 +276,7 @@ class Shares(EvictionPolicy):
         lane.size -= leaf.counted
         leaf.counted = 0
         if not lane.size:
-            self._lanes.emptied(lane.tenant)
+            self._emptied(lane)
 
     def opened(
         self,
@@ -384,22 +324,6 @@ class Shares(EvictionPolicy):
         self._spare = int(lane.size - spare)
         return self._pop_of(lane)
 
-    def _floor(self) -> float:
-        """Return the level up to which tenants keep what they have; there is one, not public."""
-        return self.guaranteed * self._size / self._lanes.weights
-
-    def _givers(self) -> list[Lane]:
-        """Return the lanes of tenants, one of which gives the next victim.
-
-        Of those above their floors the eight highest, else the highest; without candidates, none.
-        """
-        lane = self._lanes.first()
-        if lane is None:
-            return []
-        if lane.claim.public:
-            return [lane]
-        return self._lanes.highest(_COMPARED, self._floor())
-
     def _pop_of(self, lane: Lane) -> Entry | None:
         """Remove and return the next victim of a lane; None if its policy has none."""
         entry = lane.policy.pop()
@@ -430,7 +354,7 @@ class Shares(EvictionPolicy):
         lane.ages.push(entry, self._age_of(entry))
         self._length += 1
         if not lane.item:
-            self._lanes.rank(lane)
+            self._rank(lane)
 
     def __len__(self) -> int:
         return self._length

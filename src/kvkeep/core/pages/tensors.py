@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, require, whole
-from kvkeep.core.geometry import DTYPES, format_bytes
+from kvkeep.core.geometry import format_bytes
 
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
@@ -68,8 +68,6 @@ class PagedTensors:
         page_size: tokens a page.
         device: a torch device, or its name.
         layout: the order inside a page; the methods give the same results with both.
-        dtype: the element type of `k`, `v`, `store` and `gather`; it must have the width of the
-            geometry's (``torch.uint8`` for an fp8 geometry).
         check_ids: see above.
         memory: uint8 [pages, page_bytes] to use instead of new memory, such as the first bytes of
             larger pages: bytes of a page are contiguous, pages may lie apart.
@@ -87,7 +85,6 @@ class PagedTensors:
         *,
         device: str | torch.device = "cpu",
         layout: Layout = "NHD",
-        dtype: torch.dtype | None = None,
         check_ids: bool = True,
         memory: Tensor | None = None,
     ) -> None:
@@ -98,7 +95,7 @@ class PagedTensors:
         self.num_pages = whole("num_pages", num_pages, 1)
         self.page_size = whole("page_size", page_size, 1)
         self.layout = layout
-        self.dtype = _element_type(geometry, dtype)
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self.page_bytes = geometry.bytes_per_page(self.page_size)
         self._carrier = _CARRIERS[self.dtype.itemsize]
         # Tensors made in inference mode cannot be written outside of it.
@@ -180,15 +177,14 @@ class PagedTensors:
             [("k", k, self._keys)] if v is None else [("k", k, self._keys), ("v", v, self._values)]
         )
         for name, tensor, memory in parts:
-            self._check_tokens(name, tensor, (len(places), *memory.shape[-2:]))
-        where = (places.pages, places.offsets)
+            self._check_tokens(name, tensor, (len(places.pages), *memory.shape[-2:]))
         for _, tensor, memory in parts:
-            memory[:, layer].index_put_(where, tensor.detach().view(self._carrier))
+            memory[:, layer].index_put_(places, tensor.detach().view(self._carrier))
 
     def prepare_store(self, slots: Integers) -> Places:
         """Check ``slots`` once, for `store` in any number of layers."""
         index = self._integers("slots", slots, self.num_pages * self.page_size)
-        return Places(index, self.page_size)
+        return Places(index // self.page_size, index % self.page_size)
 
     def gather(self, layer: int, pages: Integers, length: int) -> tuple[Tensor, Tensor]:
         """Return copies of K and V of a sequence's first ``length`` tokens: [length, heads, dim].
@@ -203,13 +199,9 @@ class PagedTensors:
                 f"length is {length}; a table of {len(pages)} pages of {self.page_size} tokens "
                 f"holds 0 … {len(pages) * self.page_size}"
             )
-        index = self._pages(pages[: -(-length // self.page_size)])
-        keys, values = self._layers
-        layer = self._layer(layer)
-        k = self._gathered(keys[layer], index)[:length]
-        if values is None:
-            return k, k[..., : self.geometry.latent_dim]
-        return k, self._gathered(values[layer], index)[:length]
+        gather = self.prepare_gather(pages[: -(-length // self.page_size)], self.scratch())
+        gather.fill(self._layer(layer))
+        return gather.keys[:length], gather.values[:length]
 
     def scratch(self) -> Scratch:
         """Return new, empty memory for gathers to share."""
@@ -305,10 +297,6 @@ class PagedTensors:
         view = memory[:, self._layer(layer)].view(self.dtype)
         return view if self.layout == "NHD" else view.transpose(1, 2)
 
-    def _gathered(self, memory: Tensor, index: Tensor) -> Tensor:
-        # index_select, because indexing with brackets takes five times as long on a CPU.
-        return memory.index_select(0, index).flatten(0, 1).view(self.dtype)
-
     def _leading(self, tokens: int) -> tuple[Tensor, ...]:
         """Return the memory of the first ``tokens`` of every page, in as few pieces as possible."""
         if tokens == self.page_size:
@@ -395,17 +383,11 @@ class PagedTensors:
 # slots and allocate memory takes longer than to store a token, so all layers share what follows.
 
 
-class Places:
+class Places(NamedTuple):
     """Slots split into int64 ``pages`` and ``offsets`` [tokens], for `PagedTensors.store`."""
 
-    __slots__ = ("offsets", "pages")
-
-    def __init__(self, slots: Tensor, page_size: int) -> None:
-        self.pages = slots // page_size
-        self.offsets = slots % page_size
-
-    def __len__(self) -> int:
-        return len(self.pages)
+    pages: Tensor
+    offsets: Tensor
 
 
 class Scratch:
@@ -473,23 +455,11 @@ class Gather:
     def fill(self, layer: int) -> None:
         """Gather the pages of ``layer``. Cost: the bytes, at the speed of scattered reads."""
         keys, values = self._layers
+        # Indexing with brackets takes five times as long on a CPU.
         torch.index_select(keys[layer], 0, self._index, out=self._k)
         if values is not None:
             assert self._v is not None
             torch.index_select(values[layer], 0, self._index, out=self._v)
-
-
-def _element_type(geometry: KVGeometry, dtype: torch.dtype | None) -> torch.dtype:
-    stored = getattr(torch, geometry.dtype)
-    assert isinstance(stored, torch.dtype)
-    if dtype is None:
-        return stored
-    if getattr(dtype, "itemsize", None) != DTYPES[geometry.dtype]:
-        raise InvalidValue(
-            f"dtype is {dtype} and the geometry's elements are {geometry.dtype}; give the geometry "
-            "the dtype that is wanted: geometry.with_dtype(...)"
-        )
-    return dtype
 
 
 def zero_pages(num_pages: int, page_bytes: int, device: str | torch.device) -> Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRun", "draw"]
 
+_WIDTH = 48
 _SHOWN_PAGES = 3
 _SHOWN_POINTS = 4
 
@@ -80,69 +81,49 @@ def draw(
     depth: int = 8,
     branches: int = 12,
     lines: int = 5000,
-    width: int = 48,
     decode: Callable[[TokenArray], str] | None = None,
 ) -> Tree:
     """Return the runs of `PagedCache.runs` as a tree that `rich` prints.
 
     One line a run: tokens, pages, references, checkpoints at which requests resume, the eviction
-    policy's rank, and the start of its text, as ``decode`` gives it, in ``width`` characters. Runs
-    deeper than ``depth``, beyond ``branches`` of one parent or beyond ``lines`` in all are counted
-    only. Control characters are escaped, so no text can control the terminal.
+    policy's rank, and the start of its text, as ``decode`` gives it. Runs deeper than ``depth``,
+    beyond ``branches`` of one parent or beyond ``lines`` in all are counted only. Control
+    characters are escaped, so no text can control the terminal.
     """
-    limits = {"depth": depth, "branches": branches, "lines": lines, "width": width}
-    for name, value in limits.items():
+    for name, value in {"depth": depth, "branches": branches, "lines": lines}.items():
         whole(name, value, 1)
     require("rich", "cli")
     from rich.text import Text  # noqa: PLC0415 - rich comes with an extra
     from rich.tree import Tree  # noqa: PLC0415
 
     top = Tree(Text(title, style="bold"), guide_style="dim")
-    path = [top]  # the drawn ancestors of the current run
-    drawn = [0]  # how many children of each are drawn
-    hidden: dict[int, tuple[Tree, int, int]] = {}  # per depth: parent, runs and pages left out
-    skip: int | None = None  # depth of a run left out: its descendants are, too
-
-    def settle(down_to: int) -> None:
-        for level in [level for level in hidden if level >= down_to]:
-            below, count, pages = hidden.pop(level)
-            more = f"… {count} more run{'s' * (count > 1)}, {pages} pages"
-            below.add(Text(more, style="dim italic"))
-
+    path = [(top, False)]  # where the runs of each depth go, and whether they are left out
+    more: dict[Tree, tuple[int, int]] = {}  # runs and pages left out, by where they would be
     for run in runs:
-        if skip is not None and run.depth > skip:
-            below, count, pages = hidden[skip]
-            hidden[skip] = below, count + 1, pages + len(run.pages)
-            continue
-        skip = None
-        settle(run.depth + 1)
-        del path[run.depth + 1 :], drawn[run.depth + 1 :]
-        if run.depth >= depth or drawn[run.depth] >= branches or not lines:
-            _, count, pages = hidden.get(run.depth, (None, 0, 0))
-            hidden[run.depth] = path[run.depth], count + 1, pages + len(run.pages)
-            skip = run.depth
-            continue
-        lines -= 1
-        drawn[run.depth] += 1
-        path.append(
-            path[run.depth].add(_line(Text(no_wrap=True, overflow="ellipsis"), run, width, decode))
-        )
-        drawn.append(0)
-    settle(0)
+        del path[run.depth + 1 :]
+        below, out = path[run.depth]
+        if out or run.depth >= depth or len(below.children) >= branches or not lines:
+            count, pages = more.get(below, (0, 0))
+            more[below] = count + 1, pages + len(run.pages)
+            path.append((below, True))
+        else:
+            lines -= 1
+            line = _line(Text(no_wrap=True, overflow="ellipsis"), run, decode)
+            path.append((below.add(line), False))
+    for below, (count, pages) in more.items():
+        text = f"… {count} more run{'s' * (count > 1)}, {pages} pages"
+        below.add(Text(text, style="dim italic"))
     return top
 
 
-def _line(
-    line: Text, run: PrefixRun, width: int, decode: Callable[[TokenArray], str] | None
-) -> Text:
+def _line(line: Text, run: PrefixRun, decode: Callable[[TokenArray], str] | None) -> Text:
     pages = len(run.pages)
     ids = ",".join(map(str, run.pages[:_SHOWN_PAGES])) + ("…" if pages > _SHOWN_PAGES else "")
+    count = f"{pages} page{'s' * (pages > 1)}"
     if run.tokens is not None:
-        line.append(f"{len(run.tokens)} tokens", style="bold")
-        line.append(f" · {pages} page{'s' * (pages > 1)} [{ids}]")
+        line.append(f"{len(run.tokens)} tokens", style="bold").append(f" · {count} [{ids}]")
     else:
-        line.append(f"{pages} page{'s' * (pages > 1)}", style="bold")
-        line.append(f" [{ids}]")
+        line.append(count, style="bold").append(f" [{ids}]")
     line.append(
         f" · {run.holders} ref{'s' * (run.holders != 1)}", "green" if run.holders else "dim"
     )
@@ -154,10 +135,10 @@ def _line(
     if run.tokens is None:
         label = f"key {run.symbols[:4].hex()}…"
     elif decode is not None:
-        label = decode(run.tokens[: 4 * width])
+        label = decode(run.tokens[: 4 * _WIDTH])
     else:
-        label = " ".join(map(str, run.tokens[: width // 4]))
-    line.append("  " + _visible(label, width), style="cyan")
+        label = " ".join(map(str, run.tokens[: _WIDTH // 4]))
+    line.append("  " + _visible(label), style="cyan")
     return line
 
 
@@ -169,10 +150,10 @@ def _resumes(run: PrefixRun) -> str:
     return f"resumes at {'page ' * (run.tokens is None)}{more}{shown}"
 
 
-def _visible(text: str, width: int) -> str:
+def _visible(text: str) -> str:
     """Return one line of printable text: line breaks as ⏎, other control characters as \\x…"""
     shown = "".join(
         c if c.isprintable() else "⏎" if c == "\n" else c.encode("unicode_escape").decode()
-        for c in text[: width + 1]
+        for c in text[: _WIDTH + 1]
     )
-    return shown if len(shown) <= width else shown[: width - 1] + "…"
+    return shown if len(shown) <= _WIDTH else shown[: _WIDTH - 1] + "…"

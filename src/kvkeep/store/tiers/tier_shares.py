@@ -159,7 +159,12 @@ class TierShares(Shares):
 
     def _claims(self, tenant: TierTenant, claim: ShareClaim) -> None:
         tenant.claim = claim
-        self._lanes.reclaim(tenant)
+        lane = self._lanes.get(tenant)
+        if lane is not None:
+            self._weigh(lane.claim, -1)
+            lane.claim = claim
+            self._weigh(claim, 1)
+            self._rank(lane)
 
     def _begun(self, space: bytes) -> _Space:
         """Return the record of a space that was unknown."""
@@ -188,7 +193,7 @@ class TierShares(Shares):
             self._unname(before)
         if not one.blocks:
             return False
-        old, new, blocks = self._lanes.stores(before), self._lanes.stores(into), list(mine)
+        old, new, blocks = self._lane(before), self._lane(into), list(mine)
         for block in blocks:
             if block.evictable:
                 old.policy.discard(block)
@@ -210,7 +215,7 @@ class TierShares(Shares):
         """Count a change of the bytes that ``block`` takes, and of the ``number`` of blocks."""
         space = block[:SPACE_BYTES]
         one = self._spaces.get(space) or self._begun(space)
-        lane = self._lanes.stores(one.tenant)
+        lane = self._lane(one.tenant)
         one.bytes += change
         one.blocks += number
         one.tenant.blocks += number
@@ -220,9 +225,9 @@ class TierShares(Shares):
         lane.size += change
         tenant: TierTenant = lane.tenant  # type: ignore[assignment]
         if not tenant.blocks:
-            self._lanes.emptied(tenant)
+            self._emptied(lane)
         elif change > 0 or not lane.item:  # it may have packed rows alone
-            self._lanes.rank(lane)
+            self._rank(lane)
 
     # --- order -------------------------------------------------------------------------------
 
@@ -245,8 +250,7 @@ class TierShares(Shares):
 
     def _first_of(self, lane: Lane) -> tuple[float, float]:
         """Return `_keep` of a lane, or the greatest value if it has no candidates."""
-        there = len(lane.policy) or self._has_aside(lane.tenant)
-        return self._keep(lane) if there else (inf, inf)
+        return self._keep(lane) if self._has_candidates(lane) else (inf, inf)
 
     def pop_of(self, tenant: Hashable) -> Entry | None:
         """Remove and return the next victim of a tenant's policy; None if that has none."""
@@ -258,7 +262,7 @@ class TierShares(Shares):
 
         Of 32 tenants in turn, that whose next candidate is worth least and was used longest ago.
         """
-        self._turn = self._turn or [lane for lane in self._lanes if len(lane.policy)]
+        self._turn = self._turn or [lane for lane in self._lanes.values() if len(lane.policy)]
         some, self._turn = self._turn[-_PACKED_OF:], self._turn[:-_PACKED_OF]
         lanes = [lane for lane in some if len(lane.policy)]
         if not lanes:
@@ -273,8 +277,8 @@ class TierShares(Shares):
         assert isinstance(tenant, TierTenant)
         return tenant.claim
 
-    def _has_aside(self, tenant: Hashable) -> bool:
-        return self._oldest_row(tenant) is not None
+    def _has_candidates(self, lane: Lane) -> bool:
+        return super()._has_candidates(lane) or self._oldest_row(lane.tenant) is not None
 
     def _age_of(self, entry: Entry) -> float:
         block: OrderedBlock = entry  # type: ignore[assignment]
@@ -304,14 +308,14 @@ class TierShares(Shares):
             tenant = self.tenant(row.block)
             found.setdefault(tenant, []).append(takes(row.size))
             waiting.setdefault(tenant, 0)
-        lanes = {lane.tenant: lane for lane in self._lanes}
+        lanes = self._lanes
         assert lanes.keys() == found.keys()
         for tenant, sizes in found.items():
             lane = lanes[tenant]
             assert (lane.size, tenant.blocks) == (sum(sizes), len(sizes))
             assert waiting[tenant] == len(lane.policy) == len(lane.ages)
             assert lane.claim == tenant.claim
-            assert lane.item or not (waiting[tenant] or self._has_aside(tenant))
+            assert lane.item or not self._has_candidates(lane)
         assert len(self) == sum(waiting.values())
         held: dict[TierTenant, list[int]] = {}
         for one in self._spaces.values():
@@ -322,5 +326,5 @@ class TierShares(Shares):
         for tenant, total in held.items():
             size = lanes[tenant].size if tenant in lanes else 0
             assert total == [size, tenant.blocks, tenant.spaces]
-        weights = sum(lane.weight for lane in lanes.values())
-        assert abs(self._lanes.weights - weights) <= 1e-6 * (1 + weights)
+        weights = sum(lane.claim.weight for lane in lanes.values() if not lane.claim.public)
+        assert abs(self._weight - weights) <= 1e-6 * (1 + weights)
