@@ -268,7 +268,7 @@ def costs(folder: Path) -> None:
     CostModel(reads=reads, model="m").write(folder / "reads.json")
     note(folder, "costs.json", {
         "prefill": asdict(prefill), "model": "m",
-        "reads": {"file": reads["file"].as_dict()}, "writes": {"file": writes["file"].as_dict()},
+        "reads": {"file": asdict(reads["file"])}, "writes": {"file": asdict(writes["file"])},
     })  # fmt: skip
 
 
