@@ -30,8 +30,7 @@ from kvkeep.bench.traces.chain import chain_tokens
 from kvkeep.bench.traces.request import Served
 from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import (

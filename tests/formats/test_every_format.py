@@ -26,8 +26,7 @@ from kvkeep.cli import main
 from kvkeep.cli.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.public import read_prefixes
 from kvkeep.core.tokens import as_tokens

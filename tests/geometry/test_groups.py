@@ -147,9 +147,7 @@ def test_names() -> None:
 
 def test_a_plain_model_has_one_group() -> None:
     assert KVGeometry(4, 8, 128).groups == (LayerGroup("full", (0, 1, 2, 3), SHAPE),)
-    assert KVGeometry.mla(2, latent_dim=512, rope_dim=64).groups == (
-        LayerGroup("latent", (0, 1), LATENT),
-    )
+    assert KVGeometry(2, 1, 576, latent_dim=512).groups == (LayerGroup("latent", (0, 1), LATENT),)
 
 
 def test_windows_are_groups_of_a_plain_model() -> None:
@@ -171,7 +169,7 @@ def test_windows_are_groups_of_a_plain_model() -> None:
     [
         KVGeometry(4, 8, 128),
         KVGeometry(4, 8, 128, "fp8", value_dim=64, windows=[16, None, 16, None], tp=2),
-        KVGeometry.mla(3, latent_dim=512, rope_dim=64, windows=[None, 8, None]),
+        KVGeometry(3, 1, 576, latent_dim=512, windows=[None, 8, None]),
     ],
 )
 def test_the_groups_of_a_plain_model_make_it_again(geometry: KVGeometry) -> None:
@@ -245,10 +243,10 @@ def test_a_sequence_has_a_whole_number_of_tokens(tokens: Any) -> None:
 
 
 def test_a_hybrid_is_a_value() -> None:
-    for twin in (copy.deepcopy(HYBRID), pickle.loads(pickle.dumps(HYBRID)), HYBRID.shard(1)):
+    for twin in (copy.deepcopy(HYBRID), pickle.loads(pickle.dumps(HYBRID))):
         assert twin == HYBRID
         assert hash(twin) == hash(HYBRID)
-    assert HYBRID.shard(2) != HYBRID
+    assert KVGeometry.of(HYBRID.groups, tp=2) != HYBRID
     assert KVGeometry(4, 8, 128) != HYBRID
     with pytest.raises(FrozenInstanceError):
         HYBRID.groups = ()  # type: ignore[misc]
