@@ -241,12 +241,12 @@ def _written(fields: Mapping[str, Any], transformers: ModuleType | None) -> _Fie
         advice += ", or Transformers, which knows its default: pip install 'kvkeep[transformers]'"
     if not family and "n_layers" not in fields:
         raise UnsupportedModel("the configuration names no model_type, which says what it caches")
-    if not row.written and transformers is None:
-        raise UnsupportedModel(
-            f"Transformers is not installed, which knows what a model of the family {family!r} "
-            "caches: pip install 'kvkeep[transformers]'"
-        )
     if not row.written:
+        if transformers is None:
+            raise UnsupportedModel(
+                f"Transformers is not installed, which knows what a model of the family {family!r} "
+                "caches: pip install 'kvkeep[transformers]'"
+            )
         raise UnsupportedModel(
             f"Transformers {transformers.__version__} does not know the family {family!r}, and "
             "code that comes with a checkpoint is not run, so what it caches is not known; if "

@@ -53,8 +53,8 @@ _BYTES: Final = {"": 1, "b": 1} | {
     for unit, base in (("b", 1000), ("i", 1024), ("ib", 1024))
 }
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_SECONDS: Final = {"ms": Fraction(1, 1000), "s": 1, "m": 60, "h": 3600, "d": 86400}
-_LONGEST: Final = 100 * 365 * 86400  # every system supports waits of up to 292 years
+_MILLISECONDS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_LONGEST: Final = 100 * 365 * 86_400_000  # every system supports waits of up to 292 years
 
 
 def normalise_dtype(dtype: object) -> str:
@@ -148,12 +148,12 @@ def parse_seconds(text: str) -> float:
     Raises:
         InvalidValue: the text is no such time, not above zero, or above 100 years.
     """
-    seconds = _read(text, _SECONDS)
-    if not seconds:
+    milliseconds = _read(text, _MILLISECONDS)
+    if not milliseconds:
         raise InvalidValue(f"{told(text)} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
-    if seconds > _LONGEST:
+    if milliseconds > _LONGEST:
         raise InvalidValue(f"{told(text)} is longer than 100 years; leave it out for ever")
-    return float(seconds)
+    return float(milliseconds / 1000)
 
 
 def parse_wait(text: str) -> float:
@@ -177,7 +177,7 @@ def parse_wait(text: str) -> float:
         ) from None
 
 
-def _read(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
+def _read(text: str, units: Mapping[str, int]) -> Fraction | None:
     """Return a number times its unit; None if the text is something else."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or match[2] not in units:
