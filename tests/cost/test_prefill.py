@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvkeep.core.cost import PrefillCost
+from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 COST = PrefillCost(
@@ -31,12 +31,12 @@ def test_each_token_costs_itself_and_those_before_it():
 
 def test_a_file_holds_it(tmp_path):
     path = tmp_path / "cost.json"
-    COST.write(path)
-    assert PrefillCost.read(path) == COST
+    CostModel(COST).write(path)
+    assert CostModel.read(path).prefill.cost == COST
     path.write_text(json.dumps({**json.loads(path.read_text()), "measured": [[0, 512, 0.25]]}))
-    assert PrefillCost.read(path) == COST  # further fields are for people
+    assert CostModel.read(path).prefill.cost == COST  # further fields are for people
     whole = PrefillCost(seconds_per_token=1)  # a person may write it, and leaves out the rest
-    assert PrefillCost.of({"kvkeep_cost": 1, "seconds_per_token": 1}) == whole
+    assert CostModel.of({"kvkeep_cost": 1, "seconds_per_token": 1}).prefill.cost == whole
 
 
 GOOD = '{"kvkeep_cost": 1, "seconds_per_token": %s}'
@@ -72,7 +72,7 @@ def test_files_that_are_none_say_why(text, said, tmp_path):
     path = tmp_path / "cost.json"
     path.write_text(text, encoding="latin-1" if "\xff" in text else "utf-8")
     with pytest.raises(InvalidValue) as error:
-        PrefillCost.read(path)
+        CostModel.read(path)
     assert said in str(error.value)
     assert "cost.json" in str(error.value)
     assert len(str(error.value)) < 400
@@ -81,6 +81,6 @@ def test_files_that_are_none_say_why(text, said, tmp_path):
 def test_files_that_are_not_there(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(InvalidValue, match="cannot read"):
-            PrefillCost.read(path)
+            CostModel.read(path)
     with pytest.raises(InvalidValue, match="cannot write"):
-        COST.write(tmp_path / "no folder" / "cost.json")
+        CostModel(COST).write(tmp_path / "no folder" / "cost.json")

@@ -262,7 +262,8 @@ def costs(folder: Path) -> None:
     )  # fmt: skip
     reads = {"file": TransferCost(seconds_fixed=0.001, seconds_per_byte=1e-9)}
     writes = {"file": TransferCost(seconds_fixed=0.002, seconds_per_byte=2e-9)}
-    prefill.write(folder / "prefill.json")
+    written = {"kvkeep_cost": 1, **asdict(prefill)}
+    (folder / "prefill.json").write_text(json.dumps(written, indent=2) + "\n")
     CostModel(prefill, reads=reads, writes=writes, model="m").write(folder / "cost.json")
     CostModel(reads=reads, model="m").write(folder / "reads.json")
     note(folder, "costs.json", {

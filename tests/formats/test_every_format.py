@@ -227,7 +227,7 @@ def read_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def read_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = expected(folder, "costs.json")
-    assert asdict(PrefillCost.read(folder / "prefill.json")) == want["prefill"]
+    assert asdict(CostModel.read(folder / "prefill.json").prefill.cost) == want["prefill"]
     for name, has_prefill in (("cost.json", True), ("reads.json", False), ("prefill.json", True)):
         found = CostModel.read(folder / name)
         assert found.prefill.known is has_prefill

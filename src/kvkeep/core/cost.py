@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
     Row = tuple[float, ...]
-    T = TypeVar("T")
     C = TypeVar("C", "PrefillCost", "TransferCost")
 
 __all__ = [
@@ -127,20 +126,6 @@ class PrefillCost:
     def decode_s(self, tokens: int) -> float:
         """Return the seconds to decode an answer of ``tokens`` tokens after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
-
-    @classmethod
-    def of(cls, fields: object) -> PrefillCost:
-        """Return the cost in the object of a file. Raises `InvalidValue`."""
-        return _cost(cls, "seconds_per_token", _versioned(fields))
-
-    @classmethod
-    def read(cls, path: Path) -> PrefillCost:
-        """Read a JSON file. Raises `InvalidValue` with its name."""
-        return _read(path, cls.of)
-
-    def write(self, path: Path) -> None:
-        """Write a JSON file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
-        _write(path, {"kvkeep_cost": _VERSION, **asdict(self)})
 
 
 class PrefixChoice(NamedTuple):
@@ -396,14 +381,13 @@ class LearnedPrefill(OnlineFit):
 
     @property
     def cost(self) -> PrefillCost:
-        """The cost at present; the seed's decoding and name are kept."""
+        """The cost at present: the seed's until passes were observed, and its decoding and name."""
+        cost = replace(self._seed, kv_bytes_per_token=self.kv_bytes_per_token)
+        if not self.observations:
+            return cost
         linear, fixed, pair = self.coefficients
         return replace(
-            self._seed,
-            seconds_fixed=fixed,
-            seconds_per_token=linear,
-            seconds_per_token_pair=pair,
-            kv_bytes_per_token=self.kv_bytes_per_token,
+            cost, seconds_fixed=fixed, seconds_per_token=linear, seconds_per_token_pair=pair
         )
 
     def prefill_s(self, start: int, stop: int) -> float:
@@ -455,6 +439,7 @@ class LearnedTransfer(OnlineFit):
         if seed is not None:
             seeds = [((float(n), 1.0), max(seed.seconds(n), _LEAST)) for n in _SEED_BYTES]
         super().__init__(2, seeds=seeds, forgets=True)
+        self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: list[float] = []  # when each transfer under way began, the newest last
@@ -490,7 +475,9 @@ class LearnedTransfer(OnlineFit):
 
     @property
     def cost(self) -> TransferCost:
-        """The cost at present."""
+        """The cost at present: the seed's until transfers were observed."""
+        if self._seed is not None and not self.observations:
+            return self._seed
         each, fixed = self.coefficients
         return TransferCost(seconds_fixed=fixed, seconds_per_byte=each)
 
@@ -619,10 +606,7 @@ class CostModel:
             return [item for item in self._transfers.items() if item[1].known]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all costs for JSON, with their errors and numbers of observations.
-
-        A file of it is one of `PrefillCost` as well, if anything of prefill is known.
-        """
+        """Return all costs for JSON, with their errors and numbers of observations."""
         tiers: dict[str, Any] = {}
         for (tier, kind), learned in self._known():
             tiers.setdefault(tier, {})[kind] = _shown(learned)
@@ -631,16 +615,25 @@ class CostModel:
 
     @classmethod
     def of(cls, fields: object) -> CostModel:
-        """Return the model of an `as_dict`, or of a file of `PrefillCost`.
+        """Return the model of an `as_dict`, or of what people write.
 
-        One with tiers may lack ``kvkeep_cost`` or all of prefill, as people write it.
+        That is all of prefill, tiers, or both; ``kvkeep_cost`` may be missing beside tiers alone.
 
         Raises:
             OtherCostVersion: ``kvkeep_cost`` is another version.
             InvalidValue: it is neither of them.
         """
-        if not isinstance(fields, dict) or "kvkeep_cost" in fields or "tiers" not in fields:
-            fields = _versioned(fields)
+        if not isinstance(fields, dict):
+            raise InvalidValue(f"costs are an object, got {told(fields)}")
+        has_prefill = "tiers" not in fields or not fields.keys().isdisjoint(PrefillCost.__slots__)
+        if has_prefill and "kvkeep_cost" not in fields:
+            raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
+        version = fields.get("kvkeep_cost", _VERSION)
+        if type(version) is not int or version != _VERSION:
+            kind = OtherCostVersion if type(version) is int else InvalidValue
+            raise kind(
+                f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep serve` writes it"
+            )
         tiers, model = fields.get("tiers", {}), fields.get("model", "")
         if not isinstance(tiers, dict) or not all(
             isinstance(kinds, dict) for kinds in tiers.values()
@@ -650,23 +643,49 @@ class CostModel:
             raise InvalidValue(f"model is text, got {told(model)}")
         costs: dict[str, dict[str, TransferCost]] = {"read": {}, "write": {}}
         for tier, kinds in tiers.items():
-            for kind in costs.keys() & kinds.keys():
+            for call in costs.keys() & kinds.keys():
                 try:
-                    costs[kind][tier] = _cost(TransferCost, "seconds_per_byte", kinds[kind])
+                    costs[call][tier] = _cost(TransferCost, "seconds_per_byte", kinds[call])
                 except InvalidValue as error:
-                    raise InvalidValue(f"tier {told(tier)}, {kind}: {error}") from error
-        has_prefill = "tiers" not in fields or not fields.keys().isdisjoint(PrefillCost.__slots__)
-        prefill = PrefillCost.of(fields) if has_prefill else None
+                    raise InvalidValue(f"tier {told(tier)}, {call}: {error}") from error
+        prefill = _cost(PrefillCost, "seconds_per_token", fields) if has_prefill else None
         return cls(prefill, reads=costs["read"], writes=costs["write"], model=model)
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """Read a file that `write` or `PrefillCost.write` wrote. Raises as `of`, with its name."""
-        return _read(path, cls.of)
+        """Read a file that `write` or a person wrote. Raises as `of`, with its name."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE + 1)
+        except OSError as error:
+            raise InvalidValue(f"cannot read {path}: {reason(error)}") from error
+        if len(text) > _MAX_FILE:
+            raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
+        try:
+            return cls.of(json.loads(text))
+        except InvalidValue as error:
+            raise type(error)(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue(f"{path} is not JSON") from error
 
     def write(self, path: Path) -> None:
-        """Write a file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
-        _write(path, self.as_dict())
+        """Write a file whole, or leave an old one as it is.
+
+        A path that is no regular file, such as ``/dev/stdout``, is written to. Raises
+        `InvalidValue` if it cannot be written.
+        """
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            if path.exists() and not path.is_file():
+                path.write_text(text, encoding="utf-8")
+            else:
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise InvalidValue(f"cannot write {path}: {reason(error)}") from error
 
     @classmethod
     @contextmanager
@@ -676,8 +695,8 @@ class CostModel:
         """Learn the costs of ``model`` on, which are in a file unless it does not exist yet.
 
         The file is written every ``every_s`` seconds by a thread of its own, and at the end. If it
-        cannot be written, a warning is logged once. Costs without a model, as those of
-        `PrefillCost`, are taken as a seed.
+        cannot be written, a warning is logged once. Costs without a model, as people write them,
+        are taken as a seed.
 
         Raises `InvalidValue` for a file that is none of costs, that names another model, or that
         has no folder. Not ``strict``: these are warnings in the log. The folder is made, and costs
@@ -687,7 +706,14 @@ class CostModel:
         try:
             if not strict:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            cost = cls._of_model(path, model)
+            if not path.absolute().parent.is_dir():
+                raise InvalidValue(f"cannot write {path}: there is no folder {path.parent}")
+            cost = cls.read(path) if path.exists() else cls()
+            if cost.model not in {"", model}:
+                raise InvalidValue(
+                    f"{path} has the costs of {told(cost.model)}, and this is {told(model)}: name "
+                    "another file, or delete it"
+                )
         except (OSError, InvalidValue) as error:
             if strict:
                 raise
@@ -697,6 +723,7 @@ class CostModel:
                 yield cost
                 return
             log.warning("costs are learned anew: %s", error)
+        cost.model = model
         ended = threading.Event()
         thread = threading.Thread(
             target=cost._save, args=(path, every_s, ended), name="kvkeep costs", daemon=True
@@ -707,19 +734,6 @@ class CostModel:
         finally:
             ended.set()
             thread.join()
-
-    @classmethod
-    def _of_model(cls, path: Path, model: str) -> CostModel:
-        if not path.absolute().parent.is_dir():
-            raise InvalidValue(f"cannot write {path}: there is no folder {path.parent}")
-        cost = cls.read(path) if path.exists() else cls()
-        if cost.model not in {"", model}:
-            raise InvalidValue(
-                f"{path} has the costs of {told(cost.model)}, and this is {told(model)}: name "
-                "another file, or delete it"
-            )
-        cost.model = model
-        return cost
 
     def _save(self, path: Path, every_s: float, ended: threading.Event) -> None:
         """Write the costs now and then, and at the end."""
@@ -740,21 +754,6 @@ def _shown(learned: LearnedTransfer | LearnedPrefill) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _versioned(fields: object) -> dict[str, Any]:
-    """Return the object of a file, which names the version of the format."""
-    if not isinstance(fields, dict):
-        raise InvalidValue(f"costs are an object, got {told(fields)}")
-    if "kvkeep_cost" not in fields:
-        raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
-    version = fields["kvkeep_cost"]
-    if type(version) is not int or version != _VERSION:
-        kind = OtherCostVersion if type(version) is int else InvalidValue
-        raise kind(
-            f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep serve` writes it"
-        )
-    return fields
-
-
 def _cost(kind: type[C], needed: str, fields: object) -> C:
     """Return the cost in an object, which may have other fields too."""
     if not isinstance(fields, dict):
@@ -772,39 +771,3 @@ def _check_numbers(cost: object, names: Iterable[str]) -> None:
         if not 0 <= value <= _MAX:  # NaN is in no range
             raise InvalidValue(f"{name} is {told(value)}; 0 … {_MAX:g} is needed")
         object.__setattr__(cost, name, float(value))
-
-
-def _read(path: Path, of: Callable[[object], T]) -> T:
-    """Return ``of`` what a JSON file holds. Raises `InvalidValue`, or ``of``'s, with its name."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise InvalidValue(f"cannot read {path}: {reason(error)}") from error
-    if len(text) > _MAX_FILE:
-        raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
-    try:
-        return of(json.loads(text))
-    except InvalidValue as error:
-        raise type(error)(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{path} is not JSON") from error
-
-
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    """Write a JSON file whole, or leave an old one as it is. Raises `InvalidValue` with its name.
-
-    A path that is no regular file, such as ``/dev/stdout``, is written to.
-    """
-    text = json.dumps(fields, indent=2, allow_nan=False) + "\n"
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise InvalidValue(f"cannot write {path}: {reason(error)}") from error
