@@ -196,8 +196,9 @@ class OnlineFit:
     Thread safety: all methods.
 
     Arguments:
-        seeds: rows of terms, and their seconds, that hold until something was observed. They stay
-            among the observations, so that sizes never observed keep their relation to others.
+        seed: coefficients that hold until something was observed; None: nothing is known.
+        sizes: rows of terms whose seconds by the seed stay among the observations, so that sizes
+            never observed keep their relation to others.
         forgets: whether older observations are dropped once the last ones agree on another pace.
             If not, sizes that are not observed again keep their relation to others.
 
@@ -207,20 +208,22 @@ class OnlineFit:
     """
 
     def __init__(
-        self, terms: int, *, seeds: Sequence[tuple[Row, float]] = (), forgets: bool = False
+        self,
+        terms: int,
+        *,
+        seed: Row | None = None,
+        sizes: Iterable[Row] = (),
+        forgets: bool = False,
     ) -> None:
         self._forgets = forgets
-        self._seeds = list(seeds)
+        self._seed = self._shape = seed or (0.0,) * terms
+        self._seeds = [(row, max(_dot(self._seed, row), _LEAST)) for row in sizes if seed]
         self._fitting = threading.Lock()
         self._cells: OrderedDict[tuple[int, ...], deque[tuple[Row, float]]] = OrderedDict()
         self._recent: deque[tuple[Row, float]] = deque(maxlen=_RECENT)
-        self._shape: Row = (0.0,) * terms
         self._pace = self.error = 1.0
         self._fit_at = 1  # observations at which the coefficients are fitted again
         self.observations = 0
-        if self._seeds:
-            self._fit()
-        self._seeded = self._shape
 
     @property
     def known(self) -> bool:
@@ -312,9 +315,7 @@ class OnlineFit:
         rows = [each for cell in self._cells.values() for each in cell]
         slower = 1.0  # than the seeds
         if self._seeds and rows:
-            slower = median_high(
-                [each / max(_dot(self._seeded, row), _LEAST) for row, each in rows]
-            )
+            slower = median_high([each / max(_dot(self._seed, row), _LEAST) for row, each in rows])
         rows += [(row, seconds * slower) for row, seconds in self._seeds]
         seconds = np.array([each for _, each in rows], float)
         relative = np.array([row for row, _ in rows], float) / seconds[:, None]
@@ -371,23 +372,23 @@ class LearnedPrefill(OnlineFit):
     """
 
     def __init__(self, seed: PrefillCost | None = None) -> None:
-        seeds, self.largest = [], 0
-        if seed is not None:
-            seeds = [(_terms([span]), max(seed.prefill_s(*span), _LEAST)) for span in _SEED_SPANS]
-            self.largest = _SEED_SPANS[-1][1]
-        super().__init__(3, seeds=seeds)
-        self._seed = seed or PrefillCost(seconds_per_token=0.0)
-        self.kv_bytes_per_token = self._seed.kv_bytes_per_token
+        self._rest = cost = seed or PrefillCost(seconds_per_token=0.0)
+        figures = (cost.seconds_per_token, cost.seconds_fixed, cost.seconds_per_token_pair)
+        sizes = (_terms([span]) for span in _SEED_SPANS)
+        super().__init__(3, seed=figures if seed else None, sizes=sizes)
+        self.kv_bytes_per_token = cost.kv_bytes_per_token
+        self.largest = _SEED_SPANS[-1][1] if seed else 0
 
     @property
     def cost(self) -> PrefillCost:
-        """The cost at present: the seed's until passes were observed, and its decoding and name."""
-        cost = replace(self._seed, kv_bytes_per_token=self.kv_bytes_per_token)
-        if not self.observations:
-            return cost
+        """The cost at present; the seed's decoding and name are kept."""
         linear, fixed, pair = self.coefficients
         return replace(
-            cost, seconds_fixed=fixed, seconds_per_token=linear, seconds_per_token_pair=pair
+            self._rest,
+            seconds_fixed=fixed,
+            seconds_per_token=linear,
+            seconds_per_token_pair=pair,
+            kv_bytes_per_token=self.kv_bytes_per_token,
         )
 
     def prefill_s(self, start: int, stop: int) -> float:
@@ -435,11 +436,9 @@ class LearnedTransfer(OnlineFit):
     def __init__(
         self, seed: TransferCost | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        seeds = []
-        if seed is not None:
-            seeds = [((float(n), 1.0), max(seed.seconds(n), _LEAST)) for n in _SEED_BYTES]
-        super().__init__(2, seeds=seeds, forgets=True)
-        self._seed = seed
+        figures = None if seed is None else (seed.seconds_per_byte, seed.seconds_fixed)
+        sizes = ((float(nbytes), 1.0) for nbytes in _SEED_BYTES)
+        super().__init__(2, seed=figures, sizes=sizes, forgets=True)
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: list[float] = []  # when each transfer under way began, the newest last
@@ -475,9 +474,7 @@ class LearnedTransfer(OnlineFit):
 
     @property
     def cost(self) -> TransferCost:
-        """The cost at present: the seed's until transfers were observed."""
-        if self._seed is not None and not self.observations:
-            return self._seed
+        """The cost at present."""
         each, fixed = self.coefficients
         return TransferCost(seconds_fixed=fixed, seconds_per_byte=each)
 
