@@ -332,7 +332,7 @@ def _types(text: _Fields, layers: list[_Fields]) -> list[str]:
             text.needed("layer_types")
         local = text.texts("attention_layers")  # GPT-Neo
         for number, layer in enumerate(layers):
-            if layer.number("sliding_window", least=0) or (local and local[number] == "local"):
+            if layer.number("sliding_window", least=0) or local[number : number + 1] == ["local"]:
                 types.append("sliding_attention")
             else:
                 chunked = layer.get("attention_chunk_size")
