@@ -385,12 +385,13 @@ def _kv_heads(layer: _Fields) -> int:
 _State = tuple[tuple[StateTensor, ...], int]  # the tensors, and the grid
 
 
-def _conv(kernel: int, parts: tuple[int, ...], units: tuple[int, ...] = ()) -> StateTensor:
-    return StateTensor("conv", (sum(parts), kernel), "bfloat16", 0, parts, units, follows=True)
+def _conv(kernel: int, *parts: tuple[int, int]) -> StateTensor:
+    channels = sum(heads * width for heads, width in parts)
+    return StateTensor("conv", (channels, kernel), "bfloat16", parts, follows=True)
 
 
 def _recurrent(*shape: int) -> StateTensor:
-    return StateTensor("recurrent", shape, "float32", 0)
+    return StateTensor("recurrent", shape, "float32", ((shape[0], 1),))
 
 
 def _delta(fields: _Fields) -> _State:
@@ -399,8 +400,8 @@ def _delta(fields: _Fields) -> _State:
     values = fields.needed("linear_num_value_heads", "linear_num_heads")
     key_dim = fields.needed("linear_key_head_dim", "linear_head_dim")
     value_dim = fields.needed("linear_value_head_dim", "linear_head_dim")
-    parts = (keys * key_dim, keys * key_dim, values * value_dim)
-    conv = _conv(fields.needed("linear_conv_kernel_dim"), parts, (keys, keys, values))
+    kernel = fields.needed("linear_conv_kernel_dim")
+    conv = _conv(kernel, (keys, key_dim), (keys, key_dim), (values, value_dim))
     return (conv, _recurrent(values, key_dim, value_dim)), 64  # the chunk of its kernel
 
 
@@ -411,7 +412,7 @@ def _mamba2(fields: _Fields) -> _State:
     size = fields.needed("mamba_d_state", "ssm_state_size", "state_size")
     groups = fields.needed("mamba_n_groups", "mamba_ngroups", "n_groups")
     kernel = fields.needed("mamba_d_conv", "conv_kernel")
-    conv = _conv(kernel, (heads * width, groups * size, groups * size), (heads, groups, groups))
+    conv = _conv(kernel, (heads, width), (groups, size), (groups, size))
     grid = fields.needed("mamba_chunk_size", "chunk_size")
     return (conv, _recurrent(heads, width, size)), grid
 
@@ -425,20 +426,20 @@ def _mamba(fields: _Fields) -> _State:
     size = fields.needed("mamba_d_state", "state_size")
     heads = fields.number("n_mamba_heads")
     shape = (inner, size) if heads is None else (heads, inner // heads, size)
-    return (_conv(fields.needed("mamba_d_conv", "conv_kernel"), (inner,)), _recurrent(*shape)), 1
+    return (_conv(fields.needed("mamba_d_conv", "conv_kernel"), (inner, 1)), _recurrent(*shape)), 1
 
 
 def _short_conv(fields: _Fields) -> _State:
     """Short convolutions: nothing recurs."""
-    return (_conv(fields.needed("conv_L_cache"), (fields.needed("hidden_size"),)),), 1
+    return (_conv(fields.needed("conv_L_cache"), (fields.needed("hidden_size"), 1)),), 1
 
 
 def _lightning(fields: _Fields) -> _State:
     """Lightning attention, whose state is in the model's dtype."""
     heads = fields.needed("num_attention_heads")
     width = fields.number("head_dim") or fields.needed("hidden_size") // heads
-    shape = (heads, width, width)
-    return (StateTensor("recurrent", shape, "bfloat16", 0, follows=True),), 1
+    state = StateTensor("recurrent", (heads, width, width), "bfloat16", ((heads, 1),), follows=True)
+    return (state,), 1
 
 
 # --- families -------------------------------------------------------------------------------------

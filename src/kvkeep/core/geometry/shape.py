@@ -110,11 +110,10 @@ class StateTensor:
         name: "conv" for the inputs that a convolution needs again, "recurrent" for the rest.
         shape: its dimensions in the whole model.
         dtype: element type, a key of `DTYPES`.
-        split: the axis that tensor-parallel ranks divide; None if each rank holds the whole.
-        parts: sizes of the parts that this axis concatenates and ranks divide separately, such as
-            x, B and C of Mamba-2; by default one part.
-        units: for each part, how many heads or groups it has. A rank holds whole ones; with more
-            ranks than heads, one that others hold too. By default every element is one.
+        parts: heads or groups, and the size of each, of the parts that the first axis concatenates
+            and tensor-parallel ranks divide, such as x, B and C of Mamba-2. A rank holds whole
+            heads; with more ranks than heads, one that others hold too. Empty: each rank holds
+            the whole tensor.
         follows: whether the element type is the model's, and changes with it.
 
     Raises:
@@ -124,30 +123,19 @@ class StateTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    split: int | None = None
-    parts: tuple[int, ...] = ()
-    units: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
     follows: bool = False
 
     def __post_init__(self) -> None:
         for size in self.shape:
             whole(f"a dimension of {self.name}", size, 1)
         object.__setattr__(self, "dtype", normalise_dtype(self.dtype))  # the dataclass is frozen
-        if self.split is None:
-            return
-        if not 0 <= self.split < len(self.shape):
-            raise InvalidValue(f"split is {self.split}; {self.name} has {len(self.shape)} axes")
-        parts = self.parts or (self.shape[self.split],)
-        units = self.units or parts
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "units", units)
-        if sum(parts) != self.shape[self.split] or len(parts) != len(units):
+        sizes = [whole("heads", heads, 1) * whole("size", size, 1) for heads, size in self.parts]
+        if sizes and [sum(sizes)] != [*self.shape[:1]]:
             raise InvalidValue(
-                f"parts of {self.name} are {parts} with units {units}; they must add up to "
-                f"{self.shape[self.split]}, one number of units for each"
+                f"parts of {self.name} are {self.parts}; they must add up to its first dimension, "
+                f"of {self.shape}"
             )
-        if any(part % whole("units", unit, 1) for part, unit in zip(parts, units, strict=True)):
-            raise InvalidValue(f"units of {self.name} are {units}; each must divide {parts}")
 
     def rank_shape(self, tp: int) -> tuple[int, ...]:
         """Return the shape that one of ``tp`` ranks holds.
@@ -155,13 +143,13 @@ class StateTensor:
         Raises:
             InvalidValue: ``tp`` neither divides the heads or groups nor is a multiple of them.
         """
-        if self.split is None:
+        if not self.parts:
             return self.shape
         held = sum(
-            part // units * _of_rank(units, tp, f"the {self.name} state", "heads or groups")
-            for part, units in zip(self.parts, self.units, strict=True)
+            size * _of_rank(heads, tp, f"the {self.name} state", "heads or groups")
+            for heads, size in self.parts
         )
-        return (*self.shape[: self.split], held, *self.shape[self.split + 1 :])
+        return (held, *self.shape[1:])
 
     def bytes_per_layer(self, tp: int = 1) -> int:
         """Return the bytes that one of ``tp`` ranks holds in one layer."""
