@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 import warm
-from kvkeep.core.cost import PrefillCost
+from kvkeep.core.cost import CostModel, PrefillCost
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         reuse.drew(0, run("tree", url))
     # A machine that is busy with other tests could be faster to compute so short a prompt.
     costs = tmp_path / "costs.json"
-    PrefillCost(seconds_per_token=1.0).write(costs)
+    CostModel(PrefillCost(seconds_per_token=1.0)).write(costs)
     with serving(tmp_path, "--cost", str(costs)) as url:
         store.came_out(0, asked(url, ask)["usage"])
         rules = ask["messages"][0]["content"]

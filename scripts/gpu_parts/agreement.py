@@ -22,7 +22,7 @@ __all__ = ["run"]
 _GEOMETRIES = {
     "grouped heads": KVGeometry(3, 2, 64, "bfloat16"),
     "float32": KVGeometry(2, 4, 32, "float32"),
-    "latent": KVGeometry.mla(2, latent_dim=64, rope_dim=32, dtype="bfloat16"),
+    "latent": KVGeometry(2, 1, 96, latent_dim=64),
     "8 bits": KVGeometry(2, 2, 64, "float8_e4m3fn"),
 }
 _LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")

@@ -14,6 +14,7 @@ from kvkeep.bench.replay import PrefillCost
 from kvkeep.bench.traces import generate, write_trace
 from kvkeep.cli import main
 from kvkeep.cli.replay import ModelSizes
+from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue
 
 
@@ -200,7 +201,7 @@ def test_shares_of_tenants(tmp_path, capsys):
 
 def test_time_to_the_first_token(trace, tmp_path, capsys):
     cost = tmp_path / "cost.json"
-    PrefillCost(seconds_per_token=1e-4, decode_seconds_per_token=0.01).write(cost)
+    CostModel(PrefillCost(seconds_per_token=1e-4, decode_seconds_per_token=0.01)).write(cost)
     words = ["--capacity", "20k,200k", "--policy", "lru", "--jobs", "1", "--cost", str(cost)]
     assert main(["replay", trace, *words, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -214,7 +215,7 @@ def test_time_to_the_first_token(trace, tmp_path, capsys):
 def test_jobs_of_users(tmp_path, capsys):
     trace, cost = str(tmp_path / "chat.jsonl.gz"), tmp_path / "cost.json"
     write_trace(generate("chat", seed=1, requests=200, unit_tokens=128), trace)
-    PrefillCost(seconds_per_token=1e-3, decode_seconds_per_token=0.02).write(cost)
+    CostModel(PrefillCost(seconds_per_token=1e-3, decode_seconds_per_token=0.02)).write(cost)
     words = ["--capacity", "20k,500k", "--policy", "lru", "--jobs", "1", "--cost", str(cost)]
     assert main(["replay", trace, *words, "--users", "20", "--json"]) == 0
     closed = [json.loads(line)["latency"] for line in capsys.readouterr().out.splitlines()]
@@ -235,7 +236,7 @@ def test_jobs_of_users(tmp_path, capsys):
 
 def test_nobody_is_served_in_time_where_nobody_fits(trace, tmp_path, capsys):
     cost = tmp_path / "cost.json"
-    PrefillCost(seconds_per_token=1e-4).write(cost)
+    CostModel(PrefillCost(seconds_per_token=1e-4)).write(cost)
     words = ["--policy", "lru", "--jobs", "1", "--cost", str(cost)]
     assert main(["replay", trace, "--capacity", "128", *words]) == 0
     assert "lru, 128 tokens" in capsys.readouterr().out
@@ -264,7 +265,7 @@ def test_a_report_is_not_written_over_what_is_read(trace, tmp_path, capsys, comm
 
 def test_a_report_is_not_written_over_the_cost(trace, tmp_path, capsys):
     cost = tmp_path / "cost.json"
-    PrefillCost(seconds_per_token=1e-4).write(cost)
+    CostModel(PrefillCost(seconds_per_token=1e-4)).write(cost)
     words = ["--capacity", "50k", "--cost", str(cost), "--out", str(tmp_path / "cost.html")]
     assert main(["replay", trace, *words]) == 2
     assert "would overwrite" in capsys.readouterr().err
@@ -324,7 +325,7 @@ def model(tmp_path):
 @pytest.fixture
 def cost(tmp_path):
     path = tmp_path / "cost.json"
-    PrefillCost(seconds_per_token=5e-5, kv_bytes_per_token=131_072).write(path)
+    CostModel(PrefillCost(seconds_per_token=5e-5, kv_bytes_per_token=131_072)).write(path)
     return str(path)
 
 

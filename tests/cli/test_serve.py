@@ -22,7 +22,7 @@ import pytest
 
 import warm
 from kvkeep.cli import main, serve
-from kvkeep.core.cost import PrefillCost
+from kvkeep.core.cost import CostModel, PrefillCost
 from warm import KVKEEP
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def asked(url):
 
 def slow_computing(folder):
     """Options of a server that takes computing for slow, until it has computed something."""
-    PrefillCost(seconds_per_token=1.0).write(folder / "cost.json")
+    CostModel(PrefillCost(seconds_per_token=1.0)).write(folder / "cost.json")
     return ["--cost", str(folder / "cost.json")]
 
 

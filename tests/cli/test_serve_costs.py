@@ -78,7 +78,7 @@ def test_a_damaged_file_is_begun_anew(tmp_path):
 
 def test_a_file_of_ones_own(tmp_path):
     file = tmp_path / "cost.json"
-    PrefillCost(seconds_per_token=0.5, name="a seed").write(file)
+    CostModel(PrefillCost(seconds_per_token=0.5, name="a seed")).write(file)
     with serving("--cost", str(file)) as (process, url, _):
         found = costs(url)
         assert found["seconds_per_token"] == pytest.approx(0.5)

@@ -10,6 +10,7 @@ from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 
 PREFILL = PrefillCost(seconds_per_token=1e-4, name="a model")
+PREFILL_OF = '{"kvkeep_cost": 1, "seconds_per_token": %s}'
 
 
 def learned() -> CostModel:
@@ -36,12 +37,13 @@ def test_a_file_holds_all_that_was_learned(tmp_path):
         )
     assert not again.writing("file").known
     assert list(tmp_path.iterdir()) == [path]
-    assert PrefillCost.read(path).name == "a model"  # replay and the router read it as well
+    assert again.prefill.cost.name == "a model"
 
 
 def test_a_file_of_prefill_alone_is_a_seed(tmp_path):
     path = tmp_path / "cost.json"
-    PREFILL.write(path)
+    CostModel(PREFILL).write(path)
+    assert CostModel.read(path).prefill.cost == PREFILL
     assert CostModel.read(path).prefill.prefill_s(0, 10) == pytest.approx(1e-3)
 
 
@@ -68,9 +70,14 @@ def test_loads_from_several_tiers_take_turns():
     ("text", "said"),
     [
         ("", "not JSON"),
+        ("\xff\xfe", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "an object"),
         ("{}", "kvkeep_cost is missing"),
         ('{"tiers": []}', "tiers are objects"),
+        ('{"kvkeep_cost": 1}', "seconds_per_token is missing"),
+        ('{"kvkeep_cost": true, "seconds_per_token": 1}', "kvkeep_cost is True"),
+        ('{"kvkeep_cost": 2, "seconds_per_token": 1}', "kvkeep_cost is 2"),
         ('{"kvkeep_cost": 2, "tiers": {}}', "kvkeep_cost is 2"),
         ('{"kvkeep_cost": null, "tiers": {}}', "kvkeep_cost is None"),
         ('{"kvkeep_cost": 1.0, "tiers": {}}', "kvkeep_cost is 1.0"),
@@ -86,19 +93,32 @@ def test_loads_from_several_tiers_take_turns():
          "64 tiers"),
         (json.dumps({"model": "m" * 513, "tiers": {"a": {}}}), "512 characters"),
         (" " * ((1 << 20) + 1), "more than 1,048,576 bytes"),
+        (PREFILL_OF % "NaN", "seconds_per_token is nan"),
+        (PREFILL_OF % "Infinity", "seconds_per_token is inf"),
+        (PREFILL_OF % "1e999", "seconds_per_token is inf"),
+        (PREFILL_OF % ("1" + "0" * 400), "0 … 1e+12"),
+        (PREFILL_OF % ("1" * 5000), "not JSON"),
+        (PREFILL_OF % "-0.1", "seconds_per_token is -0.1"),
+        (PREFILL_OF % "true", "a number is needed"),
+        (PREFILL_OF % "null", "a number is needed"),
+        (PREFILL_OF % '"1"', "a number is needed"),
+        (PREFILL_OF % ('1, "name": "' + "x" * 513 + '"'), "at most 512 characters"),
+        (PREFILL_OF % '1, "name": 7', "name is text"),
     ],
 )  # fmt: skip
 def test_files_that_are_none_say_why(text, said, tmp_path):
     path = tmp_path / "cost.json"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(InvalidValue) as error:
         CostModel.read(path)
     assert said in str(error.value)
     assert "cost.json" in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(InvalidValue, match="cannot read"):
-        CostModel.read(tmp_path / "none.json")
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InvalidValue, match="cannot read"):
+            CostModel.read(path)
     with pytest.raises(InvalidValue, match="cannot write"):
         learned().write(tmp_path / "no folder" / "cost.json")

@@ -119,7 +119,7 @@ def test_what_took_no_time_or_had_no_tokens_breaks_nothing():
 def test_its_memory_is_bounded():
     fit, rng = OnlineFit(2), Random(2)
     for _ in range(3000):
-        fit.observe((2.0 ** rng.randrange(-200, 200), 1.0), rng.random())
+        fit.learn((2.0 ** rng.randrange(-200, 200), 1.0), rng.random())
     assert len(fit._cells) <= 64
     assert len(fit._recent) <= 32
 
@@ -216,29 +216,29 @@ def test_what_turned_is_learned_anew() -> None:
     slow, keeps = OnlineFit(2, forgets=True), OnlineFit(2)
     for fit in (slow, keeps):
         for nbytes in (1.0, 2.0, 4.0, 8.0) * 8:
-            fit.observe((nbytes, 1.0), 0.005)
+            fit.learn((nbytes, 1.0), 0.005)
         for _ in range(3):
-            fit.observe((1.0, 1.0), 0.2)
-    assert slow.seconds((8.0, 1.0)) == pytest.approx(1.6, rel=0.01)
-    assert keeps.seconds((8.0, 1.0)) == pytest.approx(0.2, rel=0.3)
+            fit.learn((1.0, 1.0), 0.2)
+    assert slow.expect((8.0, 1.0)) == pytest.approx(1.6, rel=0.01)
+    assert keeps.expect((8.0, 1.0)) == pytest.approx(0.2, rel=0.3)
 
 
 def test_one_turn_is_no_outlier() -> None:
     fit = OnlineFit(2, forgets=True)
     for nbytes in (1.0, 2.0, 4.0, 8.0) * 8:
-        fit.observe((nbytes, 1.0), 0.1 * nbytes)
+        fit.learn((nbytes, 1.0), 0.1 * nbytes)
     for factor in (50, 1, 30, 0.02):
-        fit.observe((4.0, 1.0), 0.4 * factor)
-        assert fit.seconds((8.0, 1.0)) == pytest.approx(0.8, rel=0.2)
+        fit.learn((4.0, 1.0), 0.4 * factor)
+        assert fit.expect((8.0, 1.0)) == pytest.approx(0.8, rel=0.2)
 
 
 def test_a_size_that_is_new_counts_at_once() -> None:
     fit = OnlineFit(3)
     for _ in range(20):
-        fit.observe((8.0, 1.0, 7712.0), 0.02)
-    fit.observe((1000.0, 1.0, 500_000.0), 0.05)
-    fit.observe((1000.0, 1.0, 500_000.0), 0.05)
-    assert fit.seconds((1000.0, 1.0, 500_000.0)) < 0.1
+        fit.learn((8.0, 1.0, 7712.0), 0.02)
+    fit.learn((1000.0, 1.0, 500_000.0), 0.05)
+    fit.learn((1000.0, 1.0, 500_000.0), 0.05)
+    assert fit.expect((1000.0, 1.0, 500_000.0)) < 0.1
 
 
 @pytest.mark.parametrize("forgets", [True, False])
@@ -248,11 +248,11 @@ def test_a_place_of_another_speed_is_learned_in_a_few_observations(factor, forge
     random, fit = Random(1), OnlineFit(2, forgets=forgets)
     for _ in range(300):
         nbytes = 2 ** random.uniform(12, 24)
-        fit.observe((nbytes, 1.0), nbytes * 1e-9 * random.uniform(0.9, 1.1))
+        fit.learn((nbytes, 1.0), nbytes * 1e-9 * random.uniform(0.9, 1.1))
     for speed in (factor * 1e-9, 1e-9):
         for _ in range(8):
-            fit.observe((7e5, 1.0), 7e5 * speed * random.uniform(0.9, 1.1))
-        assert fit.seconds((1e6, 1.0)) == pytest.approx(1e6 * speed, rel=0.3)
+            fit.learn((7e5, 1.0), 7e5 * speed * random.uniform(0.9, 1.1))
+        assert fit.expect((1e6, 1.0)) == pytest.approx(1e6 * speed, rel=0.3)
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf])

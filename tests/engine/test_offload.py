@@ -113,7 +113,7 @@ def test_preemption(make_bench, prompt):
 
 
 def test_the_latent_of_multi_head_latent_attention_has_its_form():
-    geometry = KVGeometry.mla(3, latent_dim=6, rope_dim=2, dtype="float16")
+    geometry = KVGeometry(3, 1, 8, latent_dim=6, dtype="float16")
     tensors = PagedTensors(geometry, 5, PAGE)
     pages = tensors.read([4, 0, 2])
     pages.copy_((torch.arange(pages.numel()) % 120).to(torch.uint8).view(pages.shape))  # no NaN

@@ -30,8 +30,7 @@ from kvkeep.bench.traces.chain import chain_tokens
 from kvkeep.bench.traces.request import Served
 from kvkeep.core.cost import CostModel, PrefillCost, TransferCost
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.tokens import as_tokens
 from kvkeep.serve.kv_events.wire import (
@@ -263,12 +262,13 @@ def costs(folder: Path) -> None:
     )  # fmt: skip
     reads = {"file": TransferCost(seconds_fixed=0.001, seconds_per_byte=1e-9)}
     writes = {"file": TransferCost(seconds_fixed=0.002, seconds_per_byte=2e-9)}
-    prefill.write(folder / "prefill.json")
+    written = {"kvkeep_cost": 1, **asdict(prefill)}
+    (folder / "prefill.json").write_text(json.dumps(written, indent=2) + "\n")
     CostModel(prefill, reads=reads, writes=writes, model="m").write(folder / "cost.json")
     CostModel(reads=reads, model="m").write(folder / "reads.json")
     note(folder, "costs.json", {
         "prefill": asdict(prefill), "model": "m",
-        "reads": {"file": reads["file"].as_dict()}, "writes": {"file": writes["file"].as_dict()},
+        "reads": {"file": asdict(reads["file"])}, "writes": {"file": asdict(writes["file"])},
     })  # fmt: skip
 
 

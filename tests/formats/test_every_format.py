@@ -26,8 +26,7 @@ from kvkeep.cli import main
 from kvkeep.cli.config_file import ConfigFile
 from kvkeep.core.cost import CostModel, PrefillCost
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.core.keys import Namespace, chain_keys, root_key, space_of
 from kvkeep.core.public import read_prefixes
 from kvkeep.core.tokens import as_tokens
@@ -228,7 +227,7 @@ def read_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def read_costs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     want = expected(folder, "costs.json")
-    assert asdict(PrefillCost.read(folder / "prefill.json")) == want["prefill"]
+    assert asdict(CostModel.read(folder / "prefill.json").prefill.cost) == want["prefill"]
     for name, has_prefill in (("cost.json", True), ("reads.json", False), ("prefill.json", True)):
         found = CostModel.read(folder / name)
         assert found.prefill.known is has_prefill

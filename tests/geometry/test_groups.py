@@ -16,8 +16,8 @@ from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTe
 
 SHAPE = AttentionShape(8, 128)
 LATENT = AttentionShape(1, 576, latent_dim=512)
-CONV = StateTensor("conv", (6144, 4), "bfloat16", 0, (4096, 1024, 1024), (32, 1, 1), follows=True)
-RECURRENT = StateTensor("recurrent", (32, 128, 64), "float32", 0)
+CONV = StateTensor("conv", (6144, 4), "bfloat16", ((32, 128), (1, 1024), (1, 1024)), follows=True)
+RECURRENT = StateTensor("recurrent", (32, 128, 64), "float32", ((32, 1),))
 FULL = LayerGroup("full", (0, 2), SHAPE)
 STATE = LayerGroup("state", (1, 3), state=(CONV, RECURRENT), grid=64)
 HYBRID = KVGeometry.of([FULL, STATE])
@@ -121,16 +121,14 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -
     [
         ({"shape": (8, 0)}, "a dimension of conv is 0"),
         ({"dtype": "float64"}, "dtype is 'float64'"),
-        ({"split": 2}, "split is 2; conv has 2 axes"),
-        ({"parts": (4, 3)}, "they must add up to 8"),
-        ({"parts": (4, 4), "units": (4,)}, "one number of units for each"),
-        ({"units": (3,)}, r"units of conv are \(3,\); each must divide \(8,\)"),
-        ({"units": (0,)}, "units is 0"),
+        ({"parts": ((4, 1), (3, 1))}, "they must add up to its first dimension"),
+        ({"parts": ((0, 8),)}, "heads is 0"),
+        ({"parts": ((8, 0),)}, "size is 0"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
-        StateTensor(**{"name": "conv", "shape": (8, 4), "dtype": "bf16", "split": 0, **arguments})
+        StateTensor(**{"name": "conv", "shape": (8, 4), "dtype": "bf16", **arguments})
 
 
 def test_names() -> None:
@@ -147,9 +145,7 @@ def test_names() -> None:
 
 def test_a_plain_model_has_one_group() -> None:
     assert KVGeometry(4, 8, 128).groups == (LayerGroup("full", (0, 1, 2, 3), SHAPE),)
-    assert KVGeometry.mla(2, latent_dim=512, rope_dim=64).groups == (
-        LayerGroup("latent", (0, 1), LATENT),
-    )
+    assert KVGeometry(2, 1, 576, latent_dim=512).groups == (LayerGroup("latent", (0, 1), LATENT),)
 
 
 def test_windows_are_groups_of_a_plain_model() -> None:
@@ -171,7 +167,7 @@ def test_windows_are_groups_of_a_plain_model() -> None:
     [
         KVGeometry(4, 8, 128),
         KVGeometry(4, 8, 128, "fp8", value_dim=64, windows=[16, None, 16, None], tp=2),
-        KVGeometry.mla(3, latent_dim=512, rope_dim=64, windows=[None, 8, None]),
+        KVGeometry(3, 1, 576, latent_dim=512, windows=[None, 8, None]),
     ],
 )
 def test_the_groups_of_a_plain_model_make_it_again(geometry: KVGeometry) -> None:
@@ -245,10 +241,10 @@ def test_a_sequence_has_a_whole_number_of_tokens(tokens: Any) -> None:
 
 
 def test_a_hybrid_is_a_value() -> None:
-    for twin in (copy.deepcopy(HYBRID), pickle.loads(pickle.dumps(HYBRID)), HYBRID.shard(1)):
+    for twin in (copy.deepcopy(HYBRID), pickle.loads(pickle.dumps(HYBRID))):
         assert twin == HYBRID
         assert hash(twin) == hash(HYBRID)
-    assert HYBRID.shard(2) != HYBRID
+    assert KVGeometry.of(HYBRID.groups, tp=2) != HYBRID
     assert KVGeometry(4, 8, 128) != HYBRID
     with pytest.raises(FrozenInstanceError):
         HYBRID.groups = ()  # type: ignore[misc]

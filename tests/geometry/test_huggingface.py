@@ -114,7 +114,7 @@ def test_dtype_and_tp_are_for_the_caller_to_choose() -> None:
 
 def test_a_latent_is_read_as_one() -> None:
     geometry = KVGeometry.from_config(DEEPSEEK_V3)
-    assert geometry == KVGeometry.mla(61, latent_dim=512, rope_dim=64)
+    assert geometry == KVGeometry(61, 1, 576, latent_dim=512)
 
 
 SIX: dict[str, Any] = {

@@ -160,8 +160,8 @@ def test_chunks() -> None:
     assert geometry.bytes_for(LONG, page_size=16) == layer * (36 * 8192 + 12 * LONG)
     assert geometry.plain
     assert geometry.windows[0] == 8192
-    assert geometry.shard(2).groups == geometry.with_dtype("fp8").groups == geometry.groups
-    assert geometry.shard(2).shard(1) == geometry
+    assert geometry.with_dtype("fp8").groups == geometry.groups
+    assert KVGeometry.of(geometry.groups, tp=2).groups == geometry.groups
 
 
 def test_layers_of_several_shapes() -> None:
@@ -213,7 +213,7 @@ def test_layers_that_change_fields() -> None:
 def test_ranks(config: dict[str, Any], tp: int, token: int, state: int) -> None:
     geometry = KVGeometry.from_config(config, tp=tp)
     assert (geometry.bytes_per_token, geometry.bytes_per_state) == (token, state)
-    assert geometry == KVGeometry.from_config(config).shard(tp)
+    assert geometry == KVGeometry.of(KVGeometry.from_config(config).groups, tp=tp)
 
 
 def test_ranks_that_cannot_share_a_state() -> None:
@@ -258,4 +258,4 @@ def test_what_needs_one_shape_says_what_the_model_has() -> None:
     with pytest.raises(UnsupportedModel, match="a convolution's state in 10"):
         KVGeometry.from_config(LFM2).pages_in("24GiB", 16)
     KVGeometry.from_config(GEMMA_3_27B).needs_plain("KVStore")
-    KVGeometry.mla(2, latent_dim=8, rope_dim=4).needs_plain("KVStore")
+    KVGeometry(2, 1, 12, latent_dim=8).needs_plain("KVStore")

@@ -17,7 +17,7 @@ KIB = 1024
 LLAMA_8B = KVGeometry(layers=32, kv_heads=8, head_dim=128)
 LLAMA_70B = KVGeometry(layers=80, kv_heads=8, head_dim=128)
 QWEN_7B = KVGeometry(layers=28, kv_heads=4, head_dim=128)
-DEEPSEEK_V3 = KVGeometry.mla(61, latent_dim=512, rope_dim=64)
+DEEPSEEK_V3 = KVGeometry(61, 1, 576, latent_dim=512)
 
 
 # Published figures: bytes a token in bfloat16.
@@ -26,7 +26,7 @@ DEEPSEEK_V3 = KVGeometry.mla(61, latent_dim=512, rope_dim=64)
     [
         (LLAMA_8B, 128 * KIB),
         (LLAMA_70B, 320 * KIB),
-        (LLAMA_70B.shard(8), 40 * KIB),
+        (replace(LLAMA_70B, tp=8), 40 * KIB),
         (QWEN_7B, 56 * KIB),
         (DEEPSEEK_V3, 70272),
     ],
@@ -57,8 +57,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 def test_a_latent_is_stored_once_and_serves_as_value() -> None:
     assert (DEEPSEEK_V3.kv_heads, DEEPSEEK_V3.head_dim) == (1, 576)
-    assert (DEEPSEEK_V3.latent_dim, DEEPSEEK_V3.rope_dim, DEEPSEEK_V3.value_dim) == (512, 64, 512)
-    assert LLAMA_8B.rope_dim == 0
+    assert (DEEPSEEK_V3.latent_dim, DEEPSEEK_V3.value_dim) == (512, 512)
 
 
 def test_windows_are_recorded_and_lower_no_figure() -> None:
@@ -73,22 +72,22 @@ def test_windows_are_recorded_and_lower_no_figure() -> None:
 )
 def test_ranks_divide_heads_or_repeat_them(heads: int, tp: int, held: int) -> None:
     whole = KVGeometry(4, heads, 64)
-    rank = whole.shard(tp)
+    rank = replace(whole, tp=tp)
     assert rank.rank_heads == held
     assert rank.bytes_per_token * heads == whole.bytes_per_token * held
-    assert rank == KVGeometry(4, heads, 64, tp=tp)
-    assert rank.shard(1) == whole
+    assert rank == KVGeometry.of(whole.groups, tp=tp)
+    assert replace(rank, tp=1) == whole
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(8, 3), (8, 12), (6, 4), (2, 3)])
 def test_ranks_that_cannot_share_the_heads(heads: int, tp: int) -> None:
     with pytest.raises(InvalidValue, match=f"tp is {tp} and the model has {heads} KV heads"):
-        KVGeometry(4, heads, 64).shard(tp)
+        KVGeometry(4, heads, 64, tp=tp)
 
 
 def test_every_rank_holds_the_whole_latent() -> None:
-    assert DEEPSEEK_V3.shard(8).bytes_per_token == DEEPSEEK_V3.bytes_per_token
-    assert DEEPSEEK_V3.shard(3).rank_heads == 1
+    assert replace(DEEPSEEK_V3, tp=8).bytes_per_token == DEEPSEEK_V3.bytes_per_token
+    assert replace(DEEPSEEK_V3, tp=3).rank_heads == 1
 
 
 NOT_COUNTS = [0, -1, 1.0, True, float("nan"), "8", None]
@@ -134,12 +133,6 @@ def test_a_page_size_is_a_whole_number(wrong: object) -> None:
 def test_what_does_not_fit_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         KVGeometry(**{"layers": 2, "kv_heads": 1, "head_dim": 8, **arguments})  # type: ignore[arg-type]
-
-
-def test_a_latent_without_rotary_key_is_only_made_by_hand() -> None:
-    assert KVGeometry(2, 1, 8, latent_dim=8).rope_dim == 0
-    with pytest.raises(InvalidValue, match=r"^rope_dim is 0"):
-        KVGeometry.mla(2, latent_dim=8, rope_dim=0)
 
 
 @pytest.mark.parametrize("budget", ["2MB", "0", 0, 2**21 - 1])

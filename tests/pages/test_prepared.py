@@ -15,7 +15,7 @@ GEOMETRIES = {
     "gqa": KVGeometry(3, 2, 8, "float32"),
     "half": KVGeometry(2, 3, 4, "bfloat16"),
     "narrow values": KVGeometry(2, 2, 6, "float32", value_dim=4),
-    "mla": KVGeometry.mla(2, latent_dim=5, rope_dim=2, dtype="float32"),
+    "mla": KVGeometry(2, 1, 7, latent_dim=5, dtype="float32"),
 }
 PAGE_SIZE = 4
 

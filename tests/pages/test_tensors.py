@@ -28,7 +28,7 @@ GEOMETRIES = {
     "gqa": KVGeometry(3, 2, 8, "float32"),
     "mqa": KVGeometry(2, 1, 5, "float32"),
     "narrow values": KVGeometry(2, 2, 6, "float32", value_dim=4),
-    "mla": KVGeometry.mla(2, latent_dim=5, rope_dim=2, dtype="float32"),
+    "mla": KVGeometry(2, 1, 7, latent_dim=5, dtype="float32"),
     "rank of two": KVGeometry(2, 4, 4, "float32", tp=2),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

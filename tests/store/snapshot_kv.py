@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.store import KVStore, Snapshot
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ GEOMETRIES = {
     "gqa": GQA,
     "mqa": KVGeometry(3, 1, 16),
     "uneven": KVGeometry(2, 2, 8, value_dim=4),
-    "mla": KVGeometry.mla(2, latent_dim=12, rope_dim=4),
+    "mla": KVGeometry(2, 1, 16, latent_dim=12),
     "rank": KVGeometry(2, 4, 8, tp=2),
 }
 FORMS = ("tensor", "tuples", "lists", "batched", "strided")

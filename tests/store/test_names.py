@@ -40,8 +40,8 @@ SHAPES = {
     "heads": KVGeometry(2, 8, 4, tp=2),
     "ranks": KVGeometry(2, 8, 8, "float8_e5m2", tp=2),
     "values": KVGeometry(2, 4, 4, value_dim=12, tp=2),
-    "latent": KVGeometry.mla(2, latent_dim=24, rope_dim=8, tp=2),
-    "latent of another width": KVGeometry.mla(2, latent_dim=16, rope_dim=16, tp=2),
+    "latent": KVGeometry(2, 1, 32, latent_dim=24, tp=2),
+    "latent of another width": KVGeometry(2, 1, 32, latent_dim=16, tp=2),
 }
 
 
@@ -50,7 +50,7 @@ TEXTS = [
     (KVGeometry(2, 4, 8), "2x4x8"),
     (KVGeometry(2, 4, 8, tp=2), "2x2x8"),
     (KVGeometry(2, 4, 4, value_dim=12), "2x4x4/v12"),
-    (KVGeometry.mla(2, latent_dim=24, rope_dim=8), "2x1x32/latent24"),
+    (KVGeometry(2, 1, 32, latent_dim=24), "2x1x32/latent24"),
 ]
 
 

@@ -13,8 +13,7 @@ from snapshot_kv import GEOMETRIES, HEADS, SIZE, STATE, get, open_snapshots, sam
 from store_kv import counter, disk, quiet, records
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
-from kvkeep.core.geometry import KVGeometry
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup
+from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 from kvkeep.store import KVStore, Put, Snapshot
 from kvkeep.store.codecs import BlockShape, Damaged, generate_key, make_codec
 from kvkeep.store.kv.names import PromptBlocks

@@ -16,7 +16,6 @@ from kvkeep.cli import replay
 from kvkeep.cli.arguments import add_json, add_option, add_path
 from kvkeep.cli.drawing import visible
 from kvkeep.cli.trace import add_reading_arguments, opened
-from kvkeep.core.cost import PrefillCost
 from kvkeep.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -132,8 +131,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValue("tiers are replayed without windows and states; leave out --disk")
     cost, read = None, None
     if args.cost is not None:
-        cost = PrefillCost.read(args.cost)
-        reads = replay.tier_reads(args.cost, 1 if disk else 0)
+        cost, reads = replay.read_costs(args.cost, 1 if disk else 0)
         read = reads[1] if reads else None
     size = None if args.model is None else sizes.bytes_per_token(page_tokens)
     plan = PlannedMemory(memory, disk, groups, cost, read, size)

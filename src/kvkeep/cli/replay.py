@@ -46,11 +46,11 @@ __all__ = [
     "check_out",
     "facts",
     "gap_facts",
+    "read_costs",
     "read_workload",
     "replayed",
     "report",
     "run",
-    "tier_reads",
 ]
 
 _FRONTS = ("memory", "shm", "buffer")  # names of tiers in front of all others
@@ -153,15 +153,18 @@ def read_workload(trace: FileTrace) -> Workload:
         return Workload.read(trace, read)
 
 
-def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
-    """Return the cost to read memory and ``levels`` tiers below it; () if the file has no tiers.
+def read_costs(path: Path, levels: int) -> tuple[PrefillCost, tuple[TransferCost | None, ...]]:
+    """Return what computing costs, and reading memory and ``levels`` tiers below it.
 
-    The tiers are those of the file, fastest first. Raises `InvalidValue` if it has fewer.
+    The tiers are those of the file, fastest first; () if it has none. Raises `InvalidValue` if it
+    has fewer, or nothing of computing.
     """
-    reads = CostModel.read(path).reads()
-    below = {name: cost for name, cost in reads.items() if name not in _FRONTS}
+    costs = CostModel.read(path)
+    if not costs.prefill.known:
+        raise InvalidValue(f"{path}: seconds_per_token is missing")
+    below = {name: cost for name, cost in costs.reads().items() if name not in _FRONTS}
     if not levels or not below:
-        return ()
+        return costs.prefill.cost, ()
     if len(below) < levels:
         raise InvalidValue(
             f"{path} has the costs of {', '.join(map(visible, below))}; {levels} tiers below "
@@ -173,7 +176,7 @@ def tier_reads(path: Path, levels: int) -> tuple[TransferCost | None, ...]:
         for name, cost in ranked
     )
     print(f"tiers below memory, by {path}: {said}", file=sys.stderr)
-    return (None, *(cost for _, cost in ranked))
+    return costs.prefill.cost, (None, *(cost for _, cost in ranked))
 
 
 def replayed(
@@ -342,8 +345,7 @@ def _planned_runs(args: argparse.Namespace, sizes: ModelSizes, page_tokens: int)
     cost: PrefillCost | None = None
     reads: tuple[TransferCost | None, ...] = ()
     if args.cost is not None:
-        cost = PrefillCost.read(args.cost)
-        reads = tier_reads(args.cost, max(map(len, capacities)) - 1)
+        cost, reads = read_costs(args.cost, max(map(len, capacities)) - 1)
     shared = [] if args.share is None else _parts("--share", args.share)
     shares = tuple(weights_in(shared).items())
     runs: list[ReplayRun] = []

@@ -18,14 +18,13 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import combinations
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from kvkeep.core.errors import InvalidValue, told
+from kvkeep.core.errors import InvalidValue, reason, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
     Row = tuple[float, ...]
-    T = TypeVar("T")
+    C = TypeVar("C", "PrefillCost", "TransferCost")
 
 __all__ = [
     "CostModel",
@@ -89,17 +88,6 @@ class TransferCost:
         """Return the seconds to move ``nbytes``; 0 for none."""
         return self.seconds_fixed + self.seconds_per_byte * nbytes if nbytes > 0 else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cost for JSON; `of` reads it."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, fields: object) -> TransferCost:
-        """Return the cost of an `as_dict`. Raises `InvalidValue`."""
-        if not isinstance(fields, dict) or "seconds_per_byte" not in fields:
-            raise InvalidValue(f"a transfer's cost has seconds_per_byte, got {told(fields)}")
-        return cls(**{key: fields[key] for key in cls.__slots__ if key in fields})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
@@ -138,29 +126,6 @@ class PrefillCost:
     def decode_s(self, tokens: int) -> float:
         """Return the seconds to decode an answer of ``tokens`` tokens after its first."""
         return self.decode_seconds_per_token * max(0, tokens - 1)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cost for JSON; `of` reads it."""
-        return {"kvkeep_cost": _VERSION, **asdict(self)}
-
-    @classmethod
-    def of(cls, fields: object) -> PrefillCost:
-        """Return the cost of an `as_dict`. Raises `InvalidValue`."""
-        if not isinstance(fields, dict):
-            raise InvalidValue(f"a cost is an object, got {told(fields)}")
-        _check_version(fields)
-        if "seconds_per_token" not in fields:
-            raise InvalidValue("seconds_per_token is missing")
-        return cls(**{key: fields[key] for key in cls.__slots__ if key in fields})
-
-    @classmethod
-    def read(cls, path: Path) -> PrefillCost:
-        """Read a JSON file. Raises `InvalidValue` with its name."""
-        return _read(path, cls.of)
-
-    def write(self, path: Path) -> None:
-        """Write a JSON file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
-        _write(path, self.as_dict())
 
 
 class PrefixChoice(NamedTuple):
@@ -231,8 +196,9 @@ class OnlineFit:
     Thread safety: all methods.
 
     Arguments:
-        seeds: rows of terms, and their seconds, that hold until something was observed. They stay
-            among the observations, so that sizes never observed keep their relation to others.
+        seed: coefficients that hold until something was observed; None: nothing is known.
+        sizes: rows of terms whose seconds by the seed stay among the observations, so that sizes
+            never observed keep their relation to others.
         forgets: whether older observations are dropped once the last ones agree on another pace.
             If not, sizes that are not observed again keep their relation to others.
 
@@ -242,20 +208,22 @@ class OnlineFit:
     """
 
     def __init__(
-        self, terms: int, *, seeds: Sequence[tuple[Row, float]] = (), forgets: bool = False
+        self,
+        terms: int,
+        *,
+        seed: Row | None = None,
+        sizes: Iterable[Row] = (),
+        forgets: bool = False,
     ) -> None:
         self._forgets = forgets
-        self._seeds = list(seeds)
-        self._lock = threading.Lock()
+        self._seed = self._shape = seed or (0.0,) * terms
+        self._seeds = [(row, max(_dot(self._seed, row), _LEAST)) for row in sizes if seed]
+        self._fitting = threading.Lock()
         self._cells: OrderedDict[tuple[int, ...], deque[tuple[Row, float]]] = OrderedDict()
         self._recent: deque[tuple[Row, float]] = deque(maxlen=_RECENT)
-        self._shape: Row = (0.0,) * terms
         self._pace = self.error = 1.0
         self._fit_at = 1  # observations at which the coefficients are fitted again
         self.observations = 0
-        if self._seeds:
-            self._fit()
-        self._seeded = self._shape
 
     @property
     def known(self) -> bool:
@@ -265,15 +233,15 @@ class OnlineFit:
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The coefficients at the present pace, in seconds a unit of each term."""
-        with self._lock:
+        with self._fitting:
             return tuple(min(value * self._pace, _MAX) for value in self._shape)
 
-    def seconds(self, terms: Sequence[float]) -> float:
+    def expect(self, terms: Sequence[float]) -> float:
         """Return the seconds to expect; 0 if nothing is known."""
-        with self._lock:
+        with self._fitting:
             return self._pace * _dot(self._shape, terms)
 
-    def observe(self, terms: Sequence[float], seconds: float) -> None:
+    def learn(self, terms: Sequence[float], seconds: float) -> None:
         """Learn from one observation. Seconds that are not above 0 are taken for a nanosecond.
 
         Raises `InvalidValue` for seconds or terms that are no finite numbers.
@@ -282,7 +250,7 @@ class OnlineFit:
         if not all(map(math.isfinite, (*row, seconds))):
             raise InvalidValue(f"{seconds} s for terms {row}; finite numbers are needed")
         seconds = max(seconds, _LEAST)
-        with self._lock:
+        with self._fitting:
             self.observations += 1
             is_new = self._add(row, seconds)
             if is_new or self.observations >= self._fit_at or not self._explains(row, seconds):
@@ -347,9 +315,7 @@ class OnlineFit:
         rows = [each for cell in self._cells.values() for each in cell]
         slower = 1.0  # than the seeds
         if self._seeds and rows:
-            slower = median_high(
-                [each / max(_dot(self._seeded, row), _LEAST) for row, each in rows]
-            )
+            slower = median_high([each / max(_dot(self._seed, row), _LEAST) for row, each in rows])
         rows += [(row, seconds * slower) for row, seconds in self._seeds]
         seconds = np.array([each for _, each in rows], float)
         relative = np.array([row for row, _ in rows], float) / seconds[:, None]
@@ -390,32 +356,10 @@ def _dot(coefficients: Row, terms: Sequence[float]) -> float:
     return sum(value * term for value, term in zip(coefficients, terms, strict=True))
 
 
-class _Learned:
-    """What is learned by a fit of seconds to terms."""
-
-    def __init__(self, fit: OnlineFit) -> None:
-        self._fit = fit
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a seed, or anything was observed."""
-        return self._fit.known
-
-    @property
-    def error(self) -> float:
-        """The relative error to expect: 0.1 is 10 %; 1 as long as nothing was observed."""
-        return self._fit.error
-
-    @property
-    def observations(self) -> int:
-        """The number of observations: passes, or times of one transfer or several."""
-        return self._fit.observations
-
-
 _SEED_SPANS: Final = ((0, 64), (0, 1024), (0, 8192), (8128, 8192), (4096, 8192))
 
 
-class LearnedPrefill(_Learned):
+class LearnedPrefill(OnlineFit):
     """Learns the cost of prefill from the forward passes of an engine.
 
     A pass computes pieces: tokens ``start`` … ``stop - 1`` of one prompt or several. ``seed`` is a
@@ -428,20 +372,19 @@ class LearnedPrefill(_Learned):
     """
 
     def __init__(self, seed: PrefillCost | None = None) -> None:
-        seeds, self.largest = [], 0
-        if seed is not None:
-            seeds = [(_terms([span]), max(seed.prefill_s(*span), _LEAST)) for span in _SEED_SPANS]
-            self.largest = _SEED_SPANS[-1][1]
-        super().__init__(OnlineFit(3, seeds=seeds))
-        self._seed = seed or PrefillCost(seconds_per_token=0.0)
-        self.kv_bytes_per_token = self._seed.kv_bytes_per_token
+        self._rest = cost = seed or PrefillCost(seconds_per_token=0.0)
+        figures = (cost.seconds_per_token, cost.seconds_fixed, cost.seconds_per_token_pair)
+        sizes = (_terms([span]) for span in _SEED_SPANS)
+        super().__init__(3, seed=figures if seed else None, sizes=sizes)
+        self.kv_bytes_per_token = cost.kv_bytes_per_token
+        self.largest = _SEED_SPANS[-1][1] if seed else 0
 
     @property
     def cost(self) -> PrefillCost:
         """The cost at present; the seed's decoding and name are kept."""
-        linear, fixed, pair = self._fit.coefficients
+        linear, fixed, pair = self.coefficients
         return replace(
-            self._seed,
+            self._rest,
             seconds_fixed=fixed,
             seconds_per_token=linear,
             seconds_per_token_pair=pair,
@@ -450,14 +393,14 @@ class LearnedPrefill(_Learned):
 
     def prefill_s(self, start: int, stop: int) -> float:
         """Return the expected seconds for tokens ``start`` … ``stop - 1``; 0 if there are none."""
-        return 0.0 if stop <= start else self._fit.seconds(_terms([(start, stop)]))
+        return 0.0 if stop <= start else self.expect(_terms([(start, stop)]))
 
     def observe(self, pieces: Iterable[tuple[int, int]], seconds: float) -> None:
         """Learn from a forward pass over ``pieces``, (start, stop) of each, in ``seconds``."""
         terms = _terms(pieces)
         if terms[0] > 0:
             self.largest = max(self.largest, int(terms[0]))
-            self._fit.observe(terms, seconds)
+            self.learn(terms, seconds)
 
 
 def _terms(pieces: Iterable[tuple[int, int]]) -> Row:
@@ -476,7 +419,7 @@ _PAUSE_S: Final = 0.02  # … short transfers are observed as often as that
 _SEED_BYTES: Final = (1 << 12, 1 << 20, 1 << 26)
 
 
-class LearnedTransfer(_Learned):
+class LearnedTransfer(OnlineFit):
     """Learns what moving bytes takes, from transfers that may run at the same time.
 
     What counts is the time in which at least one runs: transfers that share a link share its
@@ -493,10 +436,9 @@ class LearnedTransfer(_Learned):
     def __init__(
         self, seed: TransferCost | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        seeds = []
-        if seed is not None:
-            seeds = [((float(n), 1.0), max(seed.seconds(n), _LEAST)) for n in _SEED_BYTES]
-        super().__init__(OnlineFit(2, seeds=seeds, forgets=True))
+        figures = None if seed is None else (seed.seconds_per_byte, seed.seconds_fixed)
+        sizes = ((float(nbytes), 1.0) for nbytes in _SEED_BYTES)
+        super().__init__(2, seed=figures, sizes=sizes, forgets=True)
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: list[float] = []  # when each transfer under way began, the newest last
@@ -504,7 +446,7 @@ class LearnedTransfer(_Learned):
         self._observed = -math.inf  # when
         # The time that is observed next; the bytes moved since it began; the time and bytes where
         # the next begins, once it was cut; and whether nothing was under way before it.
-        self._since, self._bytes = 0.0, 0
+        self._since, self._moved = 0.0, 0
         self._cut: tuple[float, int] | None = None
         self._first = True
         self._spoilt = False  # by a transfer that failed, until nothing is under way
@@ -528,17 +470,17 @@ class LearnedTransfer(_Learned):
     @property
     def busy_s(self) -> float:
         """The expected seconds until a transfer that is queued now begins."""
-        return self._fit.coefficients[0] * max(0, self._queued)
+        return self.coefficients[0] * max(0, self._queued)
 
     @property
     def cost(self) -> TransferCost:
         """The cost at present."""
-        each, fixed = self._fit.coefficients
+        each, fixed = self.coefficients
         return TransferCost(seconds_fixed=fixed, seconds_per_byte=each)
 
     def seconds(self, nbytes: float) -> float:
         """Return the expected seconds to move ``nbytes``; 0 for none, or if nothing is known."""
-        return self._fit.seconds((nbytes, 1.0)) if nbytes > 0 else 0.0
+        return self.expect((nbytes, 1.0)) if nbytes > 0 else 0.0
 
     def queue(self, nbytes: int) -> None:
         """Note that ``nbytes`` more wait to be moved; negative once they were, or are not to be."""
@@ -550,22 +492,22 @@ class LearnedTransfer(_Learned):
         with self._lock:
             now = self._clock()
             if not self._active(now):
-                self._since, self._bytes, self._cut = now, 0, None
+                self._since, self._moved, self._cut = now, 0, None
                 self._first, self._spoilt = True, False
             self._begun.append(now)
 
     def end(self, nbytes: int | None) -> None:
         """Note that a transfer has moved ``nbytes``, 0: there was nothing; None: it failed."""
         with self._lock:
-            # Not always the one that ends; so the oldest ones left are those that hang.
+            # Not always the one that ends; so the oldest that remain are those that hang.
             self._begun.pop()
             if nbytes is None:
                 self._spoilt = True
             else:
-                self._bytes += nbytes
+                self._moved += nbytes
             now = self._clock()
             since, first = self._since, self._first
-            stop, moved, cut = now, self._bytes, None
+            stop, moved, cut = now, self._moved, None
             if self._active(now):
                 if now - (self._cut[0] if self._cut else since) < _CUT_S:
                     return
@@ -574,16 +516,15 @@ class LearnedTransfer(_Learned):
                     return
                 # Only up to the cut before: the rest at the end is short, and needs a part.
                 stop, moved = self._cut
-                cut = now, self._bytes - moved
-            self._since, self._bytes = stop, self._bytes - moved
+                cut = now, self._moved - moved
+            self._since, self._moved = stop, self._moved - moved
             self._first, self._cut = False, cut
-            if not moved or self._spoilt:
-                return
             # Where transfers are short, fitting them all would cost more than they do.
-            if now - self._observed < _PAUSE_S and self._fit.observations >= _ENOUGH:
+            often = now - self._observed < _PAUSE_S and self.observations >= _ENOUGH
+            if often or not moved or self._spoilt:
                 return
             self._observed = now
-        self._fit.observe((float(moved), float(first)), stop - since)
+        self.learn((float(moved), float(first)), stop - since)
 
     def _active(self, now: float) -> int:
         """Return the transfers under way that do not hang, under the lock."""
@@ -616,8 +557,8 @@ class CostModel:
         writes: Mapping[str, TransferCost] | None = None,
         model: str = "",
     ) -> None:
-        given = {"read": reads or {}, "write": writes or {}}
-        tiers = {name for costs in given.values() for name in costs}
+        seeds = {"read": reads or {}, "write": writes or {}}
+        tiers = {*seeds["read"], *seeds["write"]}
         if len(tiers) > _MAX_TIERS or any(len(name) > _MAX_NAME for name in (*tiers, model)):
             raise InvalidValue(
                 f"costs are of {_MAX_TIERS} tiers at most, with names of {_MAX_NAME} characters"
@@ -626,34 +567,29 @@ class CostModel:
         self.prefill = LearnedPrefill(prefill)
         self._lock = threading.Lock()
         self._transfers = {
-            kind: {name: LearnedTransfer(cost) for name, cost in costs.items()}
-            for kind, costs in given.items()
+            (tier, kind): LearnedTransfer(seed)
+            for kind, costs in seeds.items()
+            for tier, seed in costs.items()
         }
 
     def reading(self, tier: str) -> LearnedTransfer:
         """Return the cost of reads from ``tier``, a name that is unique in its store."""
-        return self._transfer("read", tier)
+        return self._transfer(tier, "read")
 
     def writing(self, tier: str) -> LearnedTransfer:
         """Return the cost of writes to ``tier``."""
-        return self._transfer("write", tier)
+        return self._transfer(tier, "write")
 
-    def _transfer(self, kind: str, tier: str) -> LearnedTransfer:
+    def _transfer(self, tier: str, kind: str) -> LearnedTransfer:
         with self._lock:
-            learned = self._transfers[kind].get(tier)
+            learned = self._transfers.get((tier, kind))
             if learned is None:
-                learned = self._transfers[kind][tier] = LearnedTransfer()
+                learned = self._transfers[tier, kind] = LearnedTransfer()
             return learned
-
-    def _learned(self, kind: str) -> dict[str, LearnedTransfer]:
-        """Return the transfers of a kind of which anything is known, by tier."""
-        with self._lock:
-            transfers = dict(self._transfers[kind])
-        return {tier: learned for tier, learned in transfers.items() if learned.known}
 
     def reads(self) -> dict[str, TransferCost]:
         """Return what is known of reads, by tier."""
-        return {tier: learned.cost for tier, learned in self._learned("read").items()}
+        return {tier: read.cost for (tier, kind), read in self._known() if kind == "read"}
 
     def load_s(self, tier_bytes: Mapping[str, float]) -> float:
         """Return the expected seconds to read so many bytes from each tier, one after another.
@@ -662,23 +598,23 @@ class CostModel:
         """
         return sum(self.reading(tier).seconds(nbytes) for tier, nbytes in tier_bytes.items())
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all costs for JSON, with their errors and numbers of observations.
+    def _known(self) -> list[tuple[tuple[str, str], LearnedTransfer]]:
+        with self._lock:
+            return [item for item in self._transfers.items() if item[1].known]
 
-        A file of it is one of `PrefillCost` as well, if anything of prefill is known.
-        """
+    def as_dict(self) -> dict[str, Any]:
+        """Return all costs for JSON, with their errors and numbers of observations."""
         tiers: dict[str, Any] = {}
-        for kind in self._transfers:
-            for tier, learned in self._learned(kind).items():
-                tiers.setdefault(tier, {})[kind] = _shown(learned)
+        for (tier, kind), learned in self._known():
+            tiers.setdefault(tier, {})[kind] = _shown(learned)
         prefill = _shown(self.prefill) if self.prefill.known else {}
         return {"kvkeep_cost": _VERSION, **prefill, "model": self.model, "tiers": tiers}
 
     @classmethod
     def of(cls, fields: object) -> CostModel:
-        """Return the model of an `as_dict`, or of a `PrefillCost`'s.
+        """Return the model of an `as_dict`, or of what people write.
 
-        One with tiers may lack ``kvkeep_cost`` or all of prefill, as people write it.
+        That is all of prefill, tiers, or both; ``kvkeep_cost`` may be missing beside tiers alone.
 
         Raises:
             OtherCostVersion: ``kvkeep_cost`` is another version.
@@ -686,35 +622,67 @@ class CostModel:
         """
         if not isinstance(fields, dict):
             raise InvalidValue(f"costs are an object, got {told(fields)}")
-        if "kvkeep_cost" in fields or "tiers" not in fields:
-            _check_version(fields)
+        has_prefill = "tiers" not in fields or not fields.keys().isdisjoint(PrefillCost.__slots__)
+        if has_prefill and "kvkeep_cost" not in fields:
+            raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
+        version = fields.get("kvkeep_cost", _VERSION)
+        if type(version) is not int or version != _VERSION:
+            kind = OtherCostVersion if type(version) is int else InvalidValue
+            raise kind(
+                f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep serve` writes it"
+            )
         tiers, model = fields.get("tiers", {}), fields.get("model", "")
-        if not isinstance(tiers, dict) or not all(isinstance(one, dict) for one in tiers.values()):
+        if not isinstance(tiers, dict) or not all(
+            isinstance(kinds, dict) for kinds in tiers.values()
+        ):
             raise InvalidValue(f"tiers are objects with read and write, got {told(tiers)}")
         if not isinstance(model, str):
             raise InvalidValue(f"model is text, got {told(model)}")
         costs: dict[str, dict[str, TransferCost]] = {"read": {}, "write": {}}
-        for name, kinds in tiers.items():
-            for kind in costs.keys() & kinds.keys():
+        for tier, kinds in tiers.items():
+            for call in costs.keys() & kinds.keys():
                 try:
-                    costs[kind][name] = TransferCost.of(kinds[kind])
+                    costs[call][tier] = _cost(TransferCost, "seconds_per_byte", kinds[call])
                 except InvalidValue as error:
-                    raise InvalidValue(f"tier {told(name)}, {kind}: {error}") from error
-        has_prefill = "tiers" not in fields or not fields.keys().isdisjoint(PrefillCost.__slots__)
-        prefill = PrefillCost.of(fields) if has_prefill else None
+                    raise InvalidValue(f"tier {told(tier)}, {call}: {error}") from error
+        prefill = _cost(PrefillCost, "seconds_per_token", fields) if has_prefill else None
         return cls(prefill, reads=costs["read"], writes=costs["write"], model=model)
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """Read a file that `write` or `PrefillCost.write` wrote.
-
-        Raises as `of`, with its name.
-        """
-        return _read(path, cls.of)
+        """Read a file that `write` or a person wrote. Raises as `of`, with its name."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE + 1)
+        except OSError as error:
+            raise InvalidValue(f"cannot read {path}: {reason(error)}") from error
+        if len(text) > _MAX_FILE:
+            raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
+        try:
+            return cls.of(json.loads(text))
+        except InvalidValue as error:
+            raise type(error)(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue(f"{path} is not JSON") from error
 
     def write(self, path: Path) -> None:
-        """Write a file, whole or not at all. Raises `InvalidValue` if it cannot be written."""
-        _write(path, self.as_dict())
+        """Write a file whole, or leave an old one as it is.
+
+        A path that is no regular file, such as ``/dev/stdout``, is written to. Raises
+        `InvalidValue` if it cannot be written.
+        """
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            if path.exists() and not path.is_file():
+                path.write_text(text, encoding="utf-8")
+            else:
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise InvalidValue(f"cannot write {path}: {reason(error)}") from error
 
     @classmethod
     @contextmanager
@@ -724,35 +692,39 @@ class CostModel:
         """Learn the costs of ``model`` on, which are in a file unless it does not exist yet.
 
         The file is written every ``every_s`` seconds by a thread of its own, and at the end. If it
-        cannot be written, a warning is logged once. Costs without a model, as those of
-        `PrefillCost`, are taken as a seed.
+        cannot be written, a warning is logged once. Costs without a model, as people write them,
+        are taken as a seed.
 
         Raises `InvalidValue` for a file that is none of costs, that names another model, or that
         has no folder. Not ``strict``: these are warnings in the log. The folder is made, and costs
         are learned anew; they are not saved if there can be no such folder, or if the file is of
         another version of the format: that stays as it is.
         """
-        cost: CostModel | None = None
         try:
             if not strict:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            cost = cls._of_model(path, model)
-        except OSError as error:
-            log.warning("costs are not kept: cannot make %s: %s", path.parent, error.strerror)
-        except InvalidValue as error:
+            if not path.absolute().parent.is_dir():
+                raise InvalidValue(f"cannot write {path}: there is no folder {path.parent}")
+            cost = cls.read(path) if path.exists() else cls()
+            if cost.model not in {"", model}:
+                raise InvalidValue(
+                    f"{path} has the costs of {told(cost.model)}, and this is {told(model)}: name "
+                    "another file, or delete it"
+                )
+        except (OSError, InvalidValue) as error:
             if strict:
                 raise
-            if isinstance(error, OtherCostVersion):
-                log.warning("costs are not kept: %s", error)
-            else:
-                log.warning("costs are learned anew: %s", error)
-                cost = cls(model=model)
-        if cost is None:
-            yield cls(model=model)
-            return
+            cost = cls(model=model)
+            if isinstance(error, OSError | OtherCostVersion):
+                log.warning("costs are not kept: %s: %s", path, reason(error))
+                yield cost
+                return
+            log.warning("costs are learned anew: %s", error)
+        cost.model = model
         ended = threading.Event()
-        save = partial(_save, cost, path, every_s, ended)
-        thread = threading.Thread(target=save, name="kvkeep costs", daemon=True)
+        thread = threading.Thread(
+            target=cost._save, args=(path, every_s, ended), name="kvkeep costs", daemon=True
+        )
         thread.start()
         try:
             yield cost
@@ -760,31 +732,32 @@ class CostModel:
             ended.set()
             thread.join()
 
-    @classmethod
-    def _of_model(cls, path: Path, model: str) -> CostModel:
-        if not path.absolute().parent.is_dir():
-            raise InvalidValue(f"cannot write {path}: there is no folder {path.parent}")
-        cost = cls.read(path) if path.exists() else cls()
-        if cost.model not in {"", model}:
-            raise InvalidValue(
-                f"{path} has the costs of {told(cost.model)}, and this is {told(model)}: name "
-                "another file, or delete it"
-            )
-        cost.model = model
-        return cost
+    def _save(self, path: Path, every_s: float, ended: threading.Event) -> None:
+        """Write the costs now and then, and at the end."""
+        warned = last = False
+        while not last:
+            last = ended.wait(every_s)
+            try:
+                self.write(path)
+            except InvalidValue as error:
+                if not warned:
+                    log.warning("costs are not kept: %s", error)
+                warned = True
 
 
-def _save(cost: CostModel, path: Path, every_s: float, ended: threading.Event) -> None:
-    """Write the costs now and then, and at the end."""
-    warned = last = False
-    while not last:
-        last = ended.wait(every_s)
-        try:
-            cost.write(path)
-        except InvalidValue as error:
-            if not warned:
-                log.warning("costs are not kept: %s", error)
-            warned = True
+def _shown(learned: LearnedTransfer | LearnedPrefill) -> dict[str, Any]:
+    return {
+        **asdict(learned.cost), "error": learned.error, "observations": learned.observations,
+    }  # fmt: skip
+
+
+def _cost(kind: type[C], needed: str, fields: object) -> C:
+    """Return the cost in an object, which may have other fields too."""
+    if not isinstance(fields, dict):
+        raise InvalidValue(f"an object with {needed} is needed, got {told(fields)}")
+    if needed not in fields:
+        raise InvalidValue(f"{needed} is missing")
+    return kind(**{name: fields[name] for name in kind.__slots__ if name in fields})
 
 
 def _check_numbers(cost: object, names: Iterable[str]) -> None:
@@ -795,54 +768,3 @@ def _check_numbers(cost: object, names: Iterable[str]) -> None:
         if not 0 <= value <= _MAX:  # NaN is in no range
             raise InvalidValue(f"{name} is {told(value)}; 0 … {_MAX:g} is needed")
         object.__setattr__(cost, name, float(value))
-
-
-def _check_version(fields: Mapping[str, object]) -> None:
-    if "kvkeep_cost" not in fields:
-        raise InvalidValue(f"kvkeep_cost is missing; a file of costs has {_VERSION} there")
-    version = fields["kvkeep_cost"]
-    if type(version) is int and version == _VERSION:
-        return
-    kind = OtherCostVersion if type(version) is int else InvalidValue
-    raise kind(f"kvkeep_cost is {told(version)}; {_VERSION} is needed, as `kvkeep serve` writes it")
-
-
-def _shown(learned: LearnedTransfer | LearnedPrefill) -> dict[str, Any]:
-    cost = learned.cost.as_dict()
-    return {**cost, "error": learned.error, "observations": learned.observations}
-
-
-def _read(path: Path, of: Callable[[object], T]) -> T:
-    """Return ``of`` what a JSON file holds. Raises `InvalidValue`, or ``of``'s, with its name."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise InvalidValue(f"cannot read {path}: {error.strerror}") from error
-    if len(text) > _MAX_FILE:
-        raise InvalidValue(f"{path} has more than {_MAX_FILE:,} bytes: it is no cost file")
-    try:
-        return of(json.loads(text))
-    except InvalidValue as error:
-        raise type(error)(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{path} is not JSON") from error
-
-
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    """Write a JSON file whole, or leave an old one as it is. Raises `InvalidValue` with its name.
-
-    A path that is no regular file, such as ``/dev/stdout``, is written to.
-    """
-    text = json.dumps(fields, indent=2, allow_nan=False) + "\n"
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise InvalidValue(f"cannot write {path}: {error.strerror}") from error

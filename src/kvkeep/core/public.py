@@ -98,19 +98,15 @@ class PublicPrefixes:
         The tokens behind a row's last whole page (or block) stay private. Raises `InvalidValue`
         for an empty row, and beyond 4,096 rows or 16 million tokens in all; nothing is changed.
         """
-        known = dict.fromkeys(self._rows)
-        for row in rows:
-            tokens = as_tokens(row)
-            _check_row(tokens)
-            known[tokens.tobytes()] = None
-        if len(known) > _MOST_ROWS or sum(map(len, known)) > _MOST_TOKENS * TOKEN_BYTES:
+        declared = dict.fromkeys([*self._rows, *(_row(as_tokens(row)).tobytes() for row in rows)])
+        tokens = sum(map(len, declared)) // TOKEN_BYTES
+        if len(declared) > _MOST_ROWS or tokens > _MOST_TOKENS:
             raise InvalidValue(
                 f"public prefixes are at most {_MOST_ROWS} rows with {_MOST_TOKENS} tokens in all, "
-                f"got {len(known)} rows with {sum(map(len, known)) // TOKEN_BYTES}"
+                f"got {len(declared)} rows with {tokens}"
             )
-        if len(known) > len(self._rows):
-            self._rows = tuple(known)
-            self._tables = {}
+        if len(declared) > len(self._rows):
+            self._rows, self._tables = tuple(declared), {}
 
     def __len__(self) -> int:
         """Return the number of declared rows."""
@@ -121,11 +117,6 @@ class PublicPrefixes:
         """The declared rows, as int32; the same tuple until another row is declared."""
         return self._rows
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest declared row: no later ones decide what of a prompt is public."""
-        return max(map(len, self._rows), default=0) // TOKEN_BYTES
-
     def length(self, tokens: TokenArray, unit: int, extras: Extras = ()) -> int:
         """Return how many leading tokens of a prompt are public: whole units of ``unit`` tokens.
 
@@ -134,10 +125,7 @@ class PublicPrefixes:
         """
         if not self._rows:
             return 0
-        table = self._tables.get(unit)
-        if table is None:
-            table = self._table(unit)
-        rows = table.get(tokens[:unit].tobytes())
+        rows = self._table(unit).get(tokens[:unit].tobytes())
         if rows is None:
             return 0
         stop = len(rows[0]) // TOKEN_BYTES
@@ -148,21 +136,17 @@ class PublicPrefixes:
 
     def begins(self, unit: TokenArray) -> bool:
         """Whether a declared row begins with ``unit``: a whole page, or block."""
-        if not self._rows or not len(unit):
-            return False
-        table = self._tables.get(len(unit))
-        return unit.tobytes() in (self._table(len(unit)) if table is None else table)
+        return bool(self._rows and len(unit)) and unit.tobytes() in self._table(len(unit))
 
     def _table(self, unit: int) -> dict[bytes, list[bytes]]:
-        tables, size = self._tables, unit * TOKEN_BYTES
-        rows = {row[: len(row) // size * size] for row in self._rows}
-        table: dict[bytes, list[bytes]] = {}
-        for row in sorted(rows, key=len, reverse=True):
-            if row:
+        tables = self._tables  # `declare` replaces it behind the rows that it is of
+        table = tables.get(unit)
+        if table is None:
+            size, table = unit * TOKEN_BYTES, {}
+            rows = {row[: len(row) // size * size] for row in self._rows}
+            for row in sorted(rows - {b""}, key=len, reverse=True):
                 table.setdefault(row[:size], []).append(row)
-        tables[unit] = (
-            table  # of the rows read before: `declare` replaced `_tables` if they changed
-        )
+            tables[unit] = table
         return table
 
     def place(
@@ -177,14 +161,11 @@ class PublicPrefixes:
             extras = (salt, *extras)
         return Placed(public_namespace(namespace), public, extras)
 
-    def __repr__(self) -> str:
-        tokens = sum(map(len, self._rows)) // TOKEN_BYTES
-        return f"<PublicPrefixes, {len(self)} rows with {tokens} tokens>"
 
-
-def _check_row(row: TokenArray) -> None:
-    if not len(row):
+def _row(tokens: TokenArray) -> TokenArray:
+    if not len(tokens):
         raise InvalidValue("a public prefix has at least one token, got none")
+    return tokens
 
 
 @lru_cache(maxsize=1024)
@@ -245,8 +226,7 @@ def read_prefixes(file: Path, tokenizer: PrefixTokenizer | None) -> list[TokenAr
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                rows.append(_tokens_of(json.loads(line), tokenizer))
-                _check_row(rows[-1])
+                rows.append(_row(_tokens_of(json.loads(line), tokenizer)))
             except (ValueError, RecursionError) as error:
                 kind = NoTokenizer if isinstance(error, NoTokenizer) else InvalidValue
                 raise kind(f"{file}, line {number}: {error}") from error

@@ -164,7 +164,7 @@ class LoadChooser:
         if not self._prefill.known:
             return LoadDecision(end, math.inf, 0.0, 0.0, "")
         alone = self.compute_s(computed, tokens)
-        sure = self._handover.seconds((1.0,))
+        sure = self._handover.expect((1.0,))
         load_s = sure + sum(run.seconds or 0.0 for run in runs)
         pieces = [(run.end, self._counted_s(run)) for run in runs]
         if not divisible:
@@ -208,7 +208,7 @@ class LoadChooser:
 
         It counts for every load.
         """
-        self._handover.observe((1.0,), seconds)
+        self._handover.learn((1.0,), seconds)
 
     def came_late(self, tier: str) -> None:
         """Note that a load from ``tier`` ended late: others wait for a probe."""

@@ -1,7 +1,7 @@
 """Geometry: the shape of a model's KV, and its size in bytes.
 
-    shape.py          KVGeometry: bytes per token, page and sequence, what a budget holds, shards
-    groups.py         LayerGroup: layers that keep the same, K and V (AttentionShape) or a state
+    shape.py          KVGeometry: bytes per token, page and sequence, what a budget holds; made of
+                      LayerGroups: layers that keep the same, K and V (AttentionShape) or a state
     units.py          element types; amounts of memory and times as text: "24GiB" to bytes and back
     huggingface.py    a geometry from a Hugging Face configuration, as Transformers reads it
 
@@ -10,9 +10,8 @@ Needs the standard library only; Transformers is imported late, where it is inst
 
 from __future__ import annotations
 
-from kvkeep.core.geometry.groups import AttentionShape, LayerGroup, StateTensor
 from kvkeep.core.geometry.huggingface import download_hint
-from kvkeep.core.geometry.shape import KVGeometry
+from kvkeep.core.geometry.shape import AttentionShape, KVGeometry, LayerGroup, StateTensor
 from kvkeep.core.geometry.units import (
     DTYPES,
     format_bytes,

@@ -1,20 +1,261 @@
-"""`KVGeometry`: what a model keeps of a sequence, its bytes, and how much of it a budget holds."""
+"""What the layers of a model keep of a sequence, its bytes, and how much of it a budget holds.
+
+    AttentionShape   K and V, or a latent, of one token in one layer
+    StateTensor      one tensor of a state, whose size does not depend on the number of tokens
+    LayerGroup       the layers that keep one of these, and how much of it
+    KVGeometry       all groups of a model, as one tensor-parallel rank holds them
+
+Everything is immutable, hashable and equal by value.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, SupportsIndex, get_args
 
 from kvkeep.core.errors import InvalidValue, UnsupportedModel, whole
-from kvkeep.core.geometry.groups import AttentionShape, GroupKind, LayerGroup, merged
-from kvkeep.core.geometry.units import format_bytes, normalise_dtype, parse_bytes
+from kvkeep.core.geometry.units import DTYPES, format_bytes, normalise_dtype, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ConfigSource", "KVGeometry"]
+__all__ = ["AttentionShape", "ConfigSource", "GroupKind", "KVGeometry", "LayerGroup", "StateTensor"]
+
+GroupKind = Literal["full", "latent", "window", "chunk", "state"]
+
+_NAMES: Final[dict[str, str]] = {
+    "full": "full attention",
+    "latent": "latent attention",
+    "window": "a window of {span} tokens",
+    "chunk": "chunks of {span} tokens",
+    "state": "a recurrent state",
+}
+
+
+def _of_rank(count: int, tp: int, owner: str, heads: str) -> int:
+    """Return how many of ``count`` heads one of ``tp`` ranks holds: at least one."""
+    if count % tp and tp % count:
+        raise InvalidValue(
+            f"tp is {tp} and {owner} has {count} {heads}; tp must divide them, or be a multiple "
+            "of them (each rank then holds one)"
+        )
+    return max(1, count // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """K and V of one token in one layer, or the latent that stands for both.
+
+    Attributes:
+        kv_heads: key-value heads of the whole model; 1 for a latent.
+        head_dim: elements of one key; of a latent, the whole stored vector.
+        value_dim: elements of one value; as many as the key's unless given, and the latent's part
+            of a latent.
+        latent_dim: the latent's part of the stored vector; None unless the attention is latent.
+
+    Raises:
+        InvalidValue: a number is not a whole one above zero, or the latent does not fit.
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    latent_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        latent = self.latent_dim
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim if latent is None else latent)
+        for name in ("kv_heads", "head_dim", "latent_dim", "value_dim"):
+            if name != "latent_dim" or latent is not None:
+                value = whole(name, getattr(self, name), 1)
+                object.__setattr__(self, name, value)  # the dataclass is frozen
+        fits = self.kv_heads == 1 and self.value_dim == latent
+        if latent is not None and not (fits and latent <= self.head_dim):
+            raise InvalidValue(
+                f"kv_heads is {self.kv_heads}, head_dim {self.head_dim} and value_dim "
+                f"{self.value_dim} with a latent_dim of {latent}; one vector is stored for all "
+                "heads, so kv_heads: it must be 1; it begins with the latent and cannot be "
+                "shorter; and the latent serves as the value, so leave value_dim out"
+            )
+
+    @property
+    def width(self) -> int:
+        """Elements that one head stores for a token: K and V, or the latent's whole vector."""
+        if self.latent_dim is not None or self.value_dim is None:
+            return self.head_dim
+        return self.head_dim + self.value_dim
+
+    def rank_heads(self, tp: int) -> int:
+        """Return the heads of one of ``tp`` ranks; at least one, which others may hold too.
+
+        Raises:
+            InvalidValue: ``tp`` neither divides the heads nor is a multiple of them.
+        """
+        return _of_rank(self.kv_heads, tp, "the model", "KV heads")
+
+    def bytes_per_token(self, dtype: str, tp: int = 1) -> int:
+        """Return the bytes of a token in one layer of one of ``tp`` ranks."""
+        return self.rank_heads(tp) * self.width * DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of the state that a layer keeps for a sequence, without the batch dimension.
+
+    Attributes:
+        name: "conv" for the inputs that a convolution needs again, "recurrent" for the rest.
+        shape: its dimensions in the whole model.
+        dtype: element type, a key of `DTYPES`.
+        parts: heads or groups, and the size of each, of the parts that the first axis concatenates
+            and tensor-parallel ranks divide, such as x, B and C of Mamba-2. A rank holds whole
+            heads; with more ranks than heads, one that others hold too. Empty: each rank holds
+            the whole tensor.
+        follows: whether the element type is the model's, and changes with it.
+
+    Raises:
+        InvalidValue: a number is not a whole one above zero, or they do not fit together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[tuple[int, int], ...] = ()
+    follows: bool = False
+
+    def __post_init__(self) -> None:
+        for size in self.shape:
+            whole(f"a dimension of {self.name}", size, 1)
+        object.__setattr__(self, "dtype", normalise_dtype(self.dtype))  # the dataclass is frozen
+        sizes = [whole("heads", heads, 1) * whole("size", size, 1) for heads, size in self.parts]
+        if sizes and [sum(sizes)] != [*self.shape[:1]]:
+            raise InvalidValue(
+                f"parts of {self.name} are {self.parts}; they must add up to its first dimension, "
+                f"of {self.shape}"
+            )
+
+    def rank_shape(self, tp: int) -> tuple[int, ...]:
+        """Return the shape that one of ``tp`` ranks holds.
+
+        Raises:
+            InvalidValue: ``tp`` neither divides the heads or groups nor is a multiple of them.
+        """
+        if not self.parts:
+            return self.shape
+        held = sum(
+            size * _of_rank(heads, tp, f"the {self.name} state", "heads or groups")
+            for heads, size in self.parts
+        )
+        return (held, *self.shape[1:])
+
+    def bytes_per_layer(self, tp: int = 1) -> int:
+        """Return the bytes that one of ``tp`` ranks holds in one layer."""
+        return math.prod(self.rank_shape(tp)) * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers of a model that keep the same for a sequence.
+
+    Attributes:
+        kind: "full", "latent", "window", "chunk" (attention), or "state".
+        layers: numbers of the layers, ascending from 0.
+        shape: what attention stores of a token; None for a state.
+        span: tokens of the window, the token itself included, or of the chunk; else None.
+        state: the tensors of a state; empty for attention.
+        grid: a state is resumed exactly at multiples of this many tokens: the chunk of the kernel
+            that computes prompts. 1 for attention.
+
+    Raises:
+        InvalidValue: the kind and the other attributes do not fit together.
+    """
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    shape: AttentionShape | None = None
+    span: int | None = None
+    state: tuple[StateTensor, ...] = ()
+    grid: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _NAMES:
+            raise InvalidValue(f"kind is {self.kind!r}; known are {', '.join(get_args(GroupKind))}")
+        numbers = [whole("a layer", layer, 0) for layer in self.layers]
+        if not numbers or numbers != sorted(set(numbers)):
+            raise InvalidValue(f"layers are {self.layers}; ascending numbers of layers are needed")
+        whole("grid", self.grid, 1)
+        if self.span is not None:
+            whole("span", self.span, 1)
+        latent = self.shape is not None and self.shape.latent_dim is not None
+        stored = (self.shape is None, bool(self.state), latent)
+        fits = stored == (self.kind == "state", self.kind == "state", self.kind == "latent")
+        if self.kind != "latent":  # which may have a window
+            fits = fits and (self.span is not None) == (self.kind in ("window", "chunk"))
+        if not fits:
+            raise InvalidValue(
+                f"a group of kind {self.kind!r} has shape={self.shape}, span={self.span}, "
+                f"state={self.state}; attention needs a shape (latent: with latent_dim), a window "
+                "or chunk a span, a state its tensors, and nothing else"
+            )
+
+    @property
+    def name(self) -> str:
+        """What the layers keep, in words, such as "a window of 1024 tokens"."""
+        if self.state and all(tensor.name == "conv" for tensor in self.state):
+            return "a convolution's state"
+        return _NAMES[self.kind].format(span=self.span)
+
+    def bytes_per_token(self, dtype: str, tp: int = 1) -> int:
+        """Return the bytes that a token in the window or chunk takes in all layers; 0 for a state.
+
+        ``dtype`` is the element type of K and V.
+        """
+        return 0 if self.shape is None else len(self.layers) * self.shape.bytes_per_token(dtype, tp)
+
+    def bytes_per_state(self, tp: int = 1) -> int:
+        """Return the bytes of the state of one sequence in all layers; 0 for attention."""
+        return len(self.layers) * sum(tensor.bytes_per_layer(tp) for tensor in self.state)
+
+    def kept(self, tokens: int, page_size: int = 1) -> int:
+        """Return how many tokens of a sequence of ``tokens`` take room, in whole pages.
+
+        Of a window, the most pages that it touches while the sequence grows to this length.
+        """
+        if self.shape is None:
+            return 0
+        pages = -(-tokens // page_size)
+        if self.span is not None:
+            aligned = self.kind == "chunk" and self.span % page_size == 0
+            most = self.span // page_size if aligned else -(-(self.span - 1) // page_size) + 1
+            pages = min(pages, most)
+        return pages * page_size
+
+    def bytes_for(
+        self, tokens: SupportsIndex, dtype: str, tp: int = 1, *, page_size: SupportsIndex = 1
+    ) -> int:
+        """Return the bytes of one sequence of ``tokens`` in all layers.
+
+        A window keeps its span, a chunk at most its span, and a state is one, whatever the length.
+
+        Raises:
+            InvalidValue: ``tp`` ranks cannot share what the layers keep.
+        """
+        kept = self.kept(whole("tokens", tokens, 0), whole("page_size", page_size, 1))
+        return kept * self.bytes_per_token(dtype, tp) + self.bytes_per_state(tp)
+
+    def with_dtype(self, dtype: str) -> LayerGroup:
+        """Return the group in a model of ``dtype``, whose states follow it.
+
+        A cache of one byte an element leaves states as they are: models compute them in their own
+        type.
+        """
+        if DTYPES[dtype] == 1 or not any(tensor.follows for tensor in self.state):
+            return self
+        state = [replace(one, dtype=dtype) if one.follows else one for one in self.state]
+        return replace(self, state=tuple(state))
 
 
 class _ConfigObject(Protocol):
@@ -30,9 +271,11 @@ class KVGeometry:
     """The KV shape of a model, as one tensor-parallel rank holds it.
 
     Multi-head, grouped-query and multi-query attention differ in ``kv_heads`` alone. Multi-head
-    latent attention stores one vector a token and layer, the latent followed by the rotary key,
-    and no values: ``kv_heads`` is 1, ``head_dim`` the whole vector and ``latent_dim`` its leading
-    part, which serves as the value (see `mla`).
+    latent attention (MLA) stores one vector a token and layer, the latent followed by the rotary
+    key, and no values: ``kv_heads`` is 1, ``head_dim`` the whole vector (kv_lora_rank +
+    qk_rope_head_dim in configurations) and ``latent_dim`` its leading part, which serves as the
+    value. Every rank holds the whole vector; of K and V, a rank holds its heads, or one that others
+    hold too.
 
     A model is *plain* if every layer stores K and V, or a latent, of one shape. The constructor
     makes these. Models whose layers differ (states beside attention, several shapes) come from
@@ -43,7 +286,7 @@ class KVGeometry:
     holds its tokens in every layer, sliding ones too. `bytes_for` and `sequences_in` count what a
     cache takes that keeps of every window its tokens alone.
 
-    Immutable, hashable, equal by value. `with_dtype` and `shard` make variants; so does
+    Immutable, hashable, equal by value. `with_dtype` makes variants; so does
     ``dataclasses.replace`` of a plain model, which makes windows of chunks. Making one is
     O(layers), the rest O(groups).
 
@@ -63,7 +306,8 @@ class KVGeometry:
 
     Raises:
         InvalidValue: a number is not a whole one above zero, the dtype is unknown, the windows are
-            not one for each layer, the latent does not fit, or ``tp`` cannot divide the heads.
+            not one for each layer, the latent does not fit, or ``tp`` neither divides the heads nor
+            is a multiple of them.
     """
 
     layers: int
@@ -100,11 +344,10 @@ class KVGeometry:
                 f"{len(spans)} windows are given for {layers} layers; one for each is needed, "
                 "None for full attention"
             )
-        kinds: dict[bool, GroupKind] = {True: "full", False: "window"}
-        if latent_dim is not None:
-            kinds = {True: "latent", False: "latent"}
+        full: GroupKind = "full" if latent_dim is None else "latent"
+        sliding: GroupKind = "window" if latent_dim is None else "latent"
         groups = (
-            LayerGroup(kinds[span is None], (layer,), shape, span)
+            LayerGroup(full if span is None else sliding, (layer,), shape, span)
             for layer, span in enumerate(spans)
         )
         self._fill(groups, dtype, tp)
@@ -131,26 +374,6 @@ class KVGeometry:
         geometry = cls.__new__(cls)
         geometry._fill(groups, dtype, tp, notes)
         return geometry
-
-    @classmethod
-    def mla(
-        cls,
-        layers: int,
-        *,
-        latent_dim: int,
-        rope_dim: int,
-        dtype: str = "bfloat16",
-        windows: Sequence[int | None] | None = None,
-        tp: int = 1,
-    ) -> KVGeometry:
-        """Return the geometry of latent attention: a latent and a rotary key per token and layer.
-
-        ``latent_dim`` is called kv_lora_rank in configurations, ``rope_dim`` qk_rope_head_dim.
-        Every tensor-parallel rank holds the whole vector.
-        """
-        whole("rope_dim", rope_dim, 1)
-        width = whole("latent_dim", latent_dim, 1) + rope_dim
-        return cls(layers, 1, width, dtype, latent_dim=latent_dim, windows=windows, tp=tp)
 
     @classmethod
     def from_config(
@@ -200,11 +423,6 @@ class KVGeometry:
     def rank_heads(self) -> int:
         """KV heads of one rank; with more ranks than heads, one that others hold too."""
         return max(1, self.kv_heads // self.tp) if self.plain else 0
-
-    @property
-    def rope_dim(self) -> int:
-        """Elements of the rotary key after the latent; 0 unless the attention is latent."""
-        return 0 if self.latent_dim is None else self.head_dim - self.latent_dim
 
     @property
     def bytes_per_token(self) -> int:
@@ -264,17 +482,6 @@ class KVGeometry:
             )
         return pages
 
-    def shard(self, tp: int) -> KVGeometry:
-        """Return the geometry of one rank of ``tp`` that share this model.
-
-        Heads are divided among the ranks; with more ranks than heads, each rank holds one head,
-        which others hold too. The latent of MLA is not divided.
-
-        Raises:
-            InvalidValue: ``tp`` neither divides the heads nor is a multiple of them.
-        """
-        return KVGeometry.of(self.groups, dtype=self.dtype, tp=tp)
-
     def with_dtype(self, dtype: str) -> KVGeometry:
         """Return the geometry with K and V in ``dtype``.
 
@@ -292,15 +499,22 @@ class KVGeometry:
         self, groups: Iterable[LayerGroup], dtype: str, tp: int, notes: tuple[str, ...] = ()
     ) -> None:
         dtype, tp = normalise_dtype(dtype), whole("tp", tp, 1)
-        groups = merged(group.with_dtype(dtype) for group in groups)
-        attending = [layer for group in groups if group.shape for layer in group.layers]
-        spans = {layer: group.span for group in groups for layer in group.layers}
+        alike: dict[tuple[Any, ...], list[int]] = {}  # layers that keep the same, in order
+        for group in (group.with_dtype(dtype) for group in groups):
+            keeps = (group.shape, group.span, group.state, group.grid)
+            alike.setdefault((group.kind, *keeps), []).extend(group.layers)
+        merged = tuple(
+            LayerGroup(kind, tuple(sorted(layers)), *keeps)
+            for (kind, *keeps), layers in alike.items()
+        )
+        attending = [layer for group in merged if group.shape for layer in group.layers]
+        spans = {layer: group.span for group in merged for layer in group.layers}
         if not spans or len(attending) != len(set(attending)):
-            raise InvalidValue(f"groups are {groups}; each layer needs one attention or a state")
-        for group in groups:
-            group.check_ranks(tp)
-        shape = groups[0].shape
-        if any(group.shape != shape for group in groups) or max(spans) >= len(spans):
+            raise InvalidValue(f"groups are {merged}; each layer needs one attention or a state")
+        for group in merged:
+            group.bytes_for(1, dtype, tp)  # raises where ranks cannot share it
+        shape = merged[0].shape
+        if any(group.shape != shape for group in merged) or max(spans) >= len(spans):
             shape = None  # not plain: layers differ, or some store nothing
         values = {
             "layers": len(spans),
@@ -311,7 +525,7 @@ class KVGeometry:
             "latent_dim": shape.latent_dim if shape else None,
             "windows": tuple(spans[layer] for layer in sorted(spans)) if shape else (),
             "tp": tp,
-            "groups": groups,
+            "groups": merged,
             "notes": notes,
         }
         for name, value in values.items():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Final, SupportsIndex
+from typing import TYPE_CHECKING, Final, SupportsIndex
 
 from kvkeep.core.errors import InvalidValue, told, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "DTYPES",
@@ -28,40 +31,30 @@ DTYPES: Final[dict[str, int]] = {
 }
 """Bytes of every element type that pages can hold, by its name in PyTorch."""
 
-_SPELLINGS: Final[dict[str, str]] = {
-    "fp32": "float32",
-    "f32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-    "i8": "int8",
+_SPELLINGS: Final = {
+    "float32": "fp32 f32 float",
+    "float16": "fp16 f16 half",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8 fp8_e4m3 fp8_e4m3fn float8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "int8": "i8",
+}
+_DTYPES: Final = {
+    text: name for name, others in _SPELLINGS.items() for text in (name, *others.split())
 }
 
-_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_BYTES: Final[dict[str, int]] = {
-    "": 1,
-    "b": 1,
-    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY[1:], start=1)},
-    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb", "pb", "eb"), 1)},
-    **{unit: 1024**power for power, unit in enumerate(("ki", "mi", "gi", "ti", "pi", "ei"), 1)},
-}
-_AMBIGUOUS: Final = frozenset("kmgtpe")  # powers of 1000 to some tools, of 1024 to others
 # Thirty digits exceed any memory, and are few enough for int().
 _AMOUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)")
-
+_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_LETTERS: Final = "kmgtpe"  # alone, powers of 1000 to some tools, of 1024 to others
+_BYTES: Final = {"": 1, "b": 1} | {
+    letter + unit: base**power
+    for power, letter in enumerate(_LETTERS, start=1)
+    for unit, base in (("b", 1000), ("i", 1024), ("ib", 1024))
+}
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_COUNT: Final = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([kmgt]?)", re.IGNORECASE)
-
-_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST: Final = 100 * 365 * 86400.0  # every system supports waits of up to 292 years
-_TIME: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
+_MILLISECONDS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_LONGEST: Final = 100 * 365 * 86_400_000  # every system supports waits of up to 292 years
 
 
 def normalise_dtype(dtype: object) -> str:
@@ -73,12 +66,11 @@ def normalise_dtype(dtype: object) -> str:
     Raises:
         InvalidValue: no element type of that name is known.
     """
-    name = str(dtype).strip().lower().removeprefix("torch.")
-    name = _SPELLINGS.get(name, name)
-    if name not in DTYPES:
-        known = ", ".join(DTYPES)
+    name = _DTYPES.get(str(dtype).strip().lower().removeprefix("torch."))
+    if name is None:
         raise InvalidValue(
-            f"dtype is {dtype!r}; known are {known}, and short forms such as bf16 or fp8"
+            f"dtype is {dtype!r}; known are {', '.join(DTYPES)}, and short forms such as bf16 or "
+            "fp8"
         )
     return name
 
@@ -96,21 +88,20 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     """
     if not isinstance(amount, str):
         return whole("an amount of bytes", amount, 0)
-    match = _AMOUNT.fullmatch(amount.strip())
-    number, unit = match.groups() if match else ("0", "no unit")
-    if unit.lower() in _AMBIGUOUS:
-        letter = unit.upper()
+    number = _read(amount.lower(), _BYTES)
+    if number is not None:
+        return int(number)
+    if (match := _AMOUNT.fullmatch(amount.strip())) and match[2].lower() in {*_LETTERS}:
+        letter = match[2].upper()
         raise InvalidValue(
             f"{told(amount)} is no amount of memory: {letter} has two meanings; write "
-            f"{number}{letter}iB for powers of 1024, or {number}{letter}B for powers of 1000"
+            f"{match[1]}{letter}iB for powers of 1024, or {match[1]}{letter}B for powers of 1000"
         )
-    if unit.lower() not in _BYTES:
-        raise InvalidValue(
-            f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "
-            "TiB (powers of 1024), kB, MB, GB, TB (powers of 1000), in upper or lower case, as "
-            "24GiB or 1.5TB; or plain bytes"
-        )
-    return int(Fraction(number) * _BYTES[unit.lower()])
+    raise InvalidValue(
+        f"{told(amount)} is no amount of memory; write a number and a unit: KiB, MiB, GiB, "
+        "TiB (powers of 1024), kB, MB, GB, TB (powers of 1000), in upper or lower case, as "
+        "24GiB or 1.5TB; or plain bytes"
+    )
 
 
 def parse_count(amount: str | SupportsIndex) -> int:
@@ -124,9 +115,8 @@ def parse_count(amount: str | SupportsIndex) -> int:
     """
     if not isinstance(amount, str):
         return whole("a count", amount, 0)
-    match = _COUNT.fullmatch(amount.strip())
-    number = Fraction(match[1]) * _COUNTS[match[2].lower()] if match else Fraction(1, 2)
-    if number.denominator != 1:
+    number = _read(amount.lower(), _COUNTS)
+    if number is None or number.denominator != 1:
         raise InvalidValue(
             f"{told(amount)} is no count; write a whole number, or a number and k, M, G or T "
             "(powers of 1000), in upper or lower case, as 500k or 1.5M"
@@ -158,13 +148,12 @@ def parse_seconds(text: str) -> float:
     Raises:
         InvalidValue: the text is no such time, not above zero, or above 100 years.
     """
-    match = _TIME.fullmatch(text.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if seconds > _LONGEST:
-        raise InvalidValue(f"{told(text)} is longer than 100 years; leave it out for ever")
-    if not seconds:
+    milliseconds = _read(text, _MILLISECONDS)
+    if not milliseconds:
         raise InvalidValue(f"{told(text)} is no time above zero; write 500ms, 30s, 10m, 12h or 7d")
-    return seconds
+    if milliseconds > _LONGEST:
+        raise InvalidValue(f"{told(text)} is longer than 100 years; leave it out for ever")
+    return float(milliseconds / 1000)
 
 
 def parse_wait(text: str) -> float:
@@ -186,3 +175,11 @@ def parse_wait(text: str) -> float:
         raise InvalidValue(
             f"{told(text)} is no time; write seconds, as 30, or 500ms, 30s, 5m, 12h or 7d"
         ) from None
+
+
+def _read(text: str, units: Mapping[str, int]) -> Fraction | None:
+    """Return a number times its unit; None if the text is something else."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or match[2] not in units:
+        return None
+    return Fraction(match[1]) * units[match[2]]

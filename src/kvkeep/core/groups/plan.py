@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvkeep.core.geometry import KVGeometry
-    from kvkeep.core.geometry.groups import LayerGroup
+    from kvkeep.core.geometry import KVGeometry, LayerGroup
 
 __all__ = ["GroupLayout", "GroupPlan", "LayerPlace", "StateSpec", "WindowSpec"]
 

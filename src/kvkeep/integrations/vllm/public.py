@@ -111,7 +111,7 @@ class PublicBlocks:
     def __init__(self, prefixes: PublicPrefixes, block_tokens: int) -> None:
         self._prefixes = prefixes
         self._size = block_tokens
-        self._longest = prefixes.longest
+        self._longest = max(map(len, prefixes.rows), default=0) // TOKEN_BYTES
 
     def hashes(self, request: Request) -> Sequence[bytes]:
         """Return the hashes of the request's public blocks: of its prompt's first ones, or none.

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedModel
 
-    from kvkeep.core.geometry import KVGeometry
-    from kvkeep.core.geometry.groups import StateTensor
+    from kvkeep.core.geometry import KVGeometry, StateTensor
     from kvkeep.core.groups import GroupLayout
     from kvkeep.serve.engine.model.survey import CacheUser, ModelSurvey
 

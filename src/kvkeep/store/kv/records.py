@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvkeep.core.geometry import KVGeometry
-    from kvkeep.core.geometry.groups import LayerGroup
+    from kvkeep.core.geometry import KVGeometry, LayerGroup
     from kvkeep.store.kv.forms import Layout
 
     Layers = dict[int, tuple[Tensor, ...]]
