@@ -204,29 +204,27 @@ _log = logging.getLogger("kvkeep.cache")
 class CacheLock:
     """The one lock of a cache, and its hooks.
 
-    ``with lock:`` begins and ends an operation. When the outermost one is done, its events are
-    delivered to the hooks, in order, still under the lock. It is the innermost lock: a thread may
-    take it while it holds any other, and waits for no other while it holds this one. Hooks,
-    eviction policies and the clock run under it.
+    ``with lock:`` begins and ends an operation. When it is done, its events are delivered to the
+    hooks, in order, still under the lock, also while a caller holds the lock around it. It is the
+    innermost lock: a thread may take it while it holds any other, and waits for no other while it
+    holds this one. Hooks, eviction policies and the clock run under it.
 
     Attributes:
         hooks: what events are delivered to.
         errors: how often a hook has raised.
     """
 
-    __slots__ = ("_depth", "_events", "_hooking", "_lock", "errors", "hooks")
+    __slots__ = ("_events", "_hooking", "_lock", "errors", "hooks")
 
     def __init__(self) -> None:
         self.hooks: tuple[Hook, ...] = ()
         self.errors = 0
         self._events: list[Event] = []
         self._lock = threading.RLock()
-        self._depth = 0
         self._hooking: int | None = None  # the thread that is running hooks
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._depth += 1
 
     def __exit__(
         self,
@@ -235,10 +233,9 @@ class CacheLock:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if self._depth == 1 and self._events:
+            if self._events and self._hooking is None:
                 self._deliver()
         finally:
-            self._depth -= 1
             self._lock.release()
 
     def subscribe(self, hook: Hook) -> Callable[[], None]:

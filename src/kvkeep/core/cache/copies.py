@@ -89,7 +89,7 @@ class Claims:
             if claim.hold is not None:
                 # Not a use of the source: the copy, published later, counts as the use.
                 self._tree.release(claim.hold, used=False)
-            self._pool.release_page(claim.copy.src)
+            self._pool.release_few([claim.copy.src])
 
     def now_stored(self, pages: PageArray, hold: Any, start: int) -> None:
         """Give holds to the claims on ``pages``, which the index now stores.

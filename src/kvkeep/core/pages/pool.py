@@ -39,6 +39,7 @@ class PagePool:
         self.num_pages = whole("num_pages", num_pages, 1, 2**31 - 1)
         self._make_room = make_room
         self.references = np.zeros(self.num_pages, np.int32)
+        self._counts = memoryview(self.references)  # reads and writes one of them in half the time
         # A ring: the free pages are the num_free entries from _head on, oldest first.
         self._ring = np.arange(self.num_pages, dtype=np.int32)
         self._head = 0
@@ -79,7 +80,7 @@ class PagePool:
     def release(self, pages: PageArray) -> int:
         """Drop one reference of each of ``pages``, which are distinct; return how many are free."""
         if len(pages) <= _FEW:
-            return sum(map(self.release_page, pages.tolist()))
+            return self.release_few(pages.tolist())
         index = pages.astype(np.intp)
         held = self.references.take(index)
         assert np.count_nonzero(held) == len(held), "a page that is in use is free"
@@ -95,16 +96,17 @@ class PagePool:
         assert self.references[page] > 0, "a page that is in use is free"
         self.references[page] += 1
 
-    def release_page(self, page: int) -> bool:
-        """Drop one reference of a page; return whether it became free."""
-        held = self.references.item(page)
-        assert held > 0, "a page that is in use is free"
-        self.references[page] = held - 1
-        if held > 1:
-            return False
-        self._ring[(self._head + self.num_free) % self.num_pages] = page
-        self.num_free += 1
-        return True
+    def release_few(self, pages: list[int]) -> int:
+        """Drop a reference of each of a few ``pages``; return how many became free."""
+        free, counts, ring = self.num_free, self._counts, self._ring
+        for page in pages:
+            held = counts[page]
+            assert held > 0, "a page that is in use is free"
+            counts[page] = held - 1
+            if held == 1:
+                ring[(self._head + self.num_free) % self.num_pages] = page
+                self.num_free += 1
+        return self.num_free - free
 
     def _put_back(self, freed: npt.NDArray[np.intp]) -> None:
         tail = (self._head + self.num_free) % self.num_pages
