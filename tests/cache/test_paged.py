@@ -420,8 +420,8 @@ def test_check_notices_what_is_wrong() -> None:
         with pytest.raises(AssertionError):
             cache.check()
 
-    broken(lambda cache, _: cache.pool.retain([0]))
-    broken(lambda cache, _: cache.pool.allocate(1))
+    broken(lambda cache, _: cache.pool.retain_page(0))
+    broken(lambda cache, _: cache.pool.take(1))
     broken(lambda cache, _: setattr(cache.tree, "num_pages", 9))
     broken(lambda cache, _: setattr(cache.tree, "num_evictable", 1))
     broken(lambda _, sequence: sequence._table.values.__setitem__(0, 1))
