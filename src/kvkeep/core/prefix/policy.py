@@ -235,21 +235,18 @@ class AgeQueue(Generic[Age]):
 
 
 class QueuePolicy(EvictionPolicy):
-    """A policy that one number expresses: the entry with the smallest `age` is evicted first."""
+    """Evicts the entry with the smallest `age`; among equals, the least recently used."""
 
     def __init__(self) -> None:
-        self._queue = AgeQueue[float]()
+        self._queue = AgeQueue[tuple[float, float]]()
         self.pop = self._queue.pop  # type: ignore[method-assign]  # a call less for each victim
 
     @abstractmethod
     def age(self, entry: Entry) -> float:
-        """Return what orders ``entry`` among the candidates, as it is when it becomes one.
-
-        Among equal ages, an entry that was removed and added again comes last.
-        """
+        """Return the number that orders ``entry``. It is asked for when ``entry`` is added."""
 
     def add(self, entry: Entry) -> None:
-        self._queue.push(entry, self.age(entry))
+        self._queue.push(entry, (self.age(entry), entry.last_used))
 
     def discard(self, entry: Entry) -> None:
         self._queue.remove(entry)
@@ -258,7 +255,7 @@ class QueuePolicy(EvictionPolicy):
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
-        self._queue.put_back(entry, self.age(entry))
+        self._queue.put_back(entry, (self.age(entry), entry.last_used))
 
     def __len__(self) -> int:
         return len(self._queue)
