@@ -360,7 +360,9 @@ class PagedCache(CacheParts):
         key = query.symbols[hold.end * tree.unit : (hold.end + 1) * tree.unit]
         if len(key) == tree.unit:
             self.misses.computes(hold, bytes(key), sequence.id, self.sequences)
-        if self.told or self.watch is not None:  # before `take` evicts: they order eviction
+        if (
+            self.reports_requests or self.watch is not None
+        ):  # before `take` evicts: they order eviction
             self._tell_opened(sequence, query, len(shared))
         table = self.pool.take(needed)
         if groups is not None:
@@ -394,7 +396,7 @@ class PagedCache(CacheParts):
 
     def _tell_opened(self, sequence: Sequence, query: Query, page: int) -> None:
         """Tell the policy and the miss-ratio curve of a request that begins."""
-        if self.told:
+        if self.reports_requests:
 
             def following() -> bytes:
                 return sequence.encoder.pages(sequence.row, page, page + 1)

@@ -57,8 +57,11 @@ class CacheParts:
         self.pins = Pins(tree, pool.num_pages, hard_pin_pages, clock)
         self.sessions = Sessions(tree, pool.num_pages, clock)
         self.misses = Misses(tree, pool.num_pages, clock)
-        self.told = reuse and type(tree.policy).opened is not EvictionPolicy.opened
-        """Whether the policy is told of requests."""
+        self.reports_requests = reuse and any(
+            getattr(type(tree.policy), name) is not getattr(EvictionPolicy, name)
+            for name in ("opened", "closed", "forked", "dropped")
+        )
+        """Whether the policy overrides a method that is called for requests."""
         self.watch: PromptWatch | None = None
         """The miss-ratio curve, of a cache made with ``what_if``."""
         self.board: GroupBoard | None = None

@@ -329,7 +329,7 @@ class Sequence:
             page = self.first_unpublished
             if page is not None:
                 cache.forks.join(page, self, other)
-            if cache.told:
+            if cache.reports_requests:
                 cache.tree.policy.forked(self.id, other.id)
             cache.counters.forked += 1
             if cache.lock.hooks:
@@ -443,7 +443,7 @@ class Sequence:
             del cache.sequences[self.id]
             if cache.forks:
                 self._leave_forks()
-            if cache.told:
+            if cache.reports_requests:
                 if keep:
                     cache.tree.policy.closed(self.id, self._hold, self.row, ended)
                 else:

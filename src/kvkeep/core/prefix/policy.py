@@ -239,7 +239,6 @@ class QueuePolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         self._queue = AgeQueue[tuple[float, float]]()
-        self.pop = self._queue.pop  # type: ignore[method-assign]  # a call less for each victim
 
     @abstractmethod
     def age(self, entry: Entry) -> float:

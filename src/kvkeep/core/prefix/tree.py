@@ -428,7 +428,7 @@ class Tree:
         existing = match.pages
         count = len(existing)
         node = match.end if match.taken == match.end.size else self.split(match.end, match.taken)
-        if count or owner is None:
+        if count:
             for tell in self._used:
                 tell(node, owner)
         if count < len(pages):
