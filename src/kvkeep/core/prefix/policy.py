@@ -25,20 +25,20 @@ Age = TypeVar("Age", float, tuple[float, float])
 
 
 class EvictionPolicy(TreeObserver, ABC):
-    """Orders the entries that may be evicted: a user's policy needs the five abstract methods.
+    """Orders the entries that may be evicted. A policy needs the five abstract methods.
 
-    *Asked.* An entry is a candidate while it has no holders and no descendants: the tree `add`s it
-    when that begins and `discard`s it when that ends. `pop` names the next victim, and must name
-    one while there are candidates. The tree takes pages from the victim's tail, as many as it needs
-    (`portion` may allow fewer at a time); an entry that keeps some is `put_back`.
+    *Candidates.* An entry is a candidate while it has no holders and no descendants: the tree
+    `add`s it when that begins and `discard`s it when that ends. `pop` returns the next victim, one
+    while there are candidates. The tree removes pages from the victim's tail, as many as it needs
+    (`portion` may allow fewer at a time); an entry that keeps some is `put_back`. An entry that is
+    discarded and added again without a use keeps its place in the order.
 
-    *Told.* What happens to the runs of a cache, by the methods of `TreeObserver`, and to its
-    requests, by `opened` and `closed`. Recency, hits and priority need none of this: the tree keeps
-    them in the entry, and a run that is removed passes them to the run before it.
+    *Events.* A policy that needs them overrides methods of `TreeObserver`, for the runs of a cache,
+    and `opened`, `closed`, `forked` and `dropped`, for its requests. Recency, hits and priority
+    need no events: the tree sets them in the entry, and the run before a removed one inherits them.
 
-    The same policy orders blocks of a tier, which are told nothing. `Entry.rank` is the policy's
-    own. An entry's ``last_used``, ``hits`` and ``priority`` change only while it is no candidate,
-    its ``size`` at any time.
+    A policy for the blocks of a tier gets no events. An entry's ``last_used``, ``hits`` and
+    ``priority`` change only while it is no candidate, its ``size`` at any time.
 
     Thread safety: none; called under the cache's lock, in the middle of an operation that cannot be
     undone: no call raises. Each call should cost O(log n) at most.
@@ -47,7 +47,7 @@ class EvictionPolicy(TreeObserver, ABC):
     name: str
     _attached = False
 
-    # --- asked -----------------------------------------------------------------------------------
+    # --- candidates ------------------------------------------------------------------------------
 
     @abstractmethod
     def add(self, entry: Entry) -> None:
@@ -70,31 +70,25 @@ class EvictionPolicy(TreeObserver, ABC):
         """Return the number of candidates."""
 
     def portion(self, entry: Entry, most: int) -> int:
-        """Return how many pages of ``entry``, just popped, may go before the next `pop`.
-
-        From 1 to ``most``.
-        """
+        """Return how many pages of ``entry``, just popped, to remove now: 1 … ``most``."""
         del entry
         return most
 
     def least(self) -> float | None:
-        """Return what the next victim is worth, if policies of several tenants can compare it.
-
-        None: they compare the last uses of their candidates.
-        """
+        """Return the worth of the next victim, to compare tenants by; None: by its last use."""
         return None
 
     def describe(self, entry: Entry, moment: int) -> str:
-        """Return what ``entry`` is ranked by, in a few words, at ``moment`` of its tree's clock."""
+        """Return what orders ``entry``, in a few words; ``moment`` is the present `Tree.moment`."""
         return f"used {moment - entry.last_used} ago, {entry.hits} hits"
 
-    # --- told ------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def attach(self, tree: Any, clock: Callable[[], float]) -> None:
         """Begin to order the runs of ``tree``, once; ``clock`` gives seconds.
 
         Raises:
-            InvalidValue: it orders those of another tree.
+            InvalidValue: the policy orders the runs of another tree.
         """
         del tree, clock
         if self._attached:
@@ -102,7 +96,7 @@ class EvictionPolicy(TreeObserver, ABC):
         self._attached = True
 
     def join(self, first: Self) -> None:
-        """Learn together with ``first``: both order parts of one memory."""
+        """Share with ``first`` what both learn: they order parts of one memory."""
 
     def opened(
         self,
@@ -115,25 +109,25 @@ class EvictionPolicy(TreeObserver, ABC):
         """A prompt of ``tokens`` in ``namespace`` matches up to the end of ``node``.
 
         ``following`` returns the symbols of its next page, b"" if it has none. Returns the seconds
-        since the end of the conversation's last request, and its requests so far; None: unknown.
+        since the conversation's last request ended, and its requests so far; None if unknown.
         """
         return None
 
     def closed(self, request: Hashable, node: Node, row: npt.NDArray[Any], ended: Any) -> None:
-        """A request ended, of which ``node`` is the last run that stays.
+        """A request ended; its pages up to the end of ``node`` stay cached.
 
         ``row`` has the tokens of its prompt and its answer; ``ended`` says how it ended
-        (`kvkeep.core.returns.Ended`), None: nobody knows.
+        (`kvkeep.core.returns.Ended`), None if unknown.
         """
 
     def forked(self, request: Hashable, fork: Hashable) -> None:
-        """``fork`` goes on from where ``request`` is."""
+        """``fork`` has the same tokens as ``request`` so far."""
 
     def dropped(self, request: Hashable) -> None:
-        """A request ended, and nothing of it is kept."""
+        """A request ended, and the pages that it computed are dropped."""
 
     def check(self) -> None:
-        """Assert the invariants of what the policy keeps."""
+        """Assert the invariants of the policy's records."""
 
     def __repr__(self) -> str:
         return f"<{self.name} eviction, {len(self)} candidates>"
@@ -145,7 +139,7 @@ class AgeQueue(Generic[Age]):
     Most pushes have the largest age so far (the last used entry becomes evictable last) or the
     smallest (a parent whose last child was just evicted is about as old as that child). Both take
     O(1) at the ends of a linked list. Other entries go to a heap, at O(log n). An entry removed
-    from the heap leaves a dead item, which is dropped when it surfaces or when dead items prevail.
+    from the heap leaves a stale item, which is dropped at the top, or when most items are stale.
     """
 
     __slots__ = ("_between", "_heap", "_line", "_pushed")
@@ -153,7 +147,7 @@ class AgeQueue(Generic[Age]):
     def __init__(self) -> None:
         self._line: OrderedDict[Entry, Age] = OrderedDict()
         self._heap: list[tuple[Age, int, Entry]] = []
-        self._between: dict[Entry, int] = {}  # entry → the serial number of its living heap item
+        self._between: dict[Entry, int] = {}  # entry → serial number of its heap item
         self._pushed = 0
 
     def __len__(self) -> int:
