@@ -147,7 +147,7 @@ class HintedModel(PagedModel):
     def both_settle(self) -> None:
         """What time has ended is ended now, not at the next eviction or look at the statistics."""
         with self.cache.lock:
-            self.cache.sessions.evicting()
+            self.cache.sessions.expire()
         self.settle()
 
     def end(self) -> None:

@@ -144,7 +144,7 @@ def a_match_is_not_held(patch: Patch) -> None:
         end, source = hold(self, match, namespace, **how)
         if source is not None:
             self.release(source, used=False)
-            source = self.again(end)
+            source = self.retain(end)
         return end, source
 
     patch.setattr(Tree, "hold", careless)
@@ -183,8 +183,8 @@ def partial_matches_are_a_token_too_short(patch: Patch) -> None:
 
     def shorter(self: Trails, *args: object) -> object:
         match = follow(self, *args)
-        if match.more > 4:
-            match.more -= 4
+        if match.more_bytes > 4:
+            match.more_bytes -= 4
         return match
 
     patch.setattr(Trails, "follow", shorter)

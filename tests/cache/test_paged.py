@@ -112,6 +112,33 @@ def test_a_policy_by_object_serves_one_cache() -> None:
         PagedCache(4, SIZE, eviction=mine)
 
 
+def test_a_policy_is_called_for_each_method_that_it_overrides() -> None:
+    class Watching(LRU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def used(self, node: Any, owner: Any) -> None:
+            assert node.size, "nothing of a root is reused"
+            self.calls.append("used")
+
+        def closed(self, *_: Any) -> None:
+            self.calls.append("closed")
+
+        def pop(self) -> Any:
+            self.calls.append("pop")
+            return super().pop()
+
+    mine = Watching()
+    cache = PagedCache(4, SIZE, eviction=mine)
+    run(cache, range(9))
+    assert mine.calls == ["closed"]
+    cache.evict(1)
+    assert mine.calls == ["closed", "pop"]
+    run(cache, range(9))
+    assert mine.calls == ["closed", "pop", "used", "closed"]
+
+
 # --- opening ---------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ def test_hints_alone_make_nothing(cache: PagedCache) -> None:
         told = cache.session(str(number))
         assert (told.close(), told.suspend(5)) == (0, 0)
     assert cache.stats().sessions == 0
-    assert not cache.sessions.follows, "nor does a cache without sessions keep owners"
+    assert not cache.sessions.observing, "nor does a cache without sessions keep owners"
 
 
 def test_what_is_evicted_is_gone(cache: PagedCache) -> None:

@@ -16,6 +16,7 @@ from kvkeep.core.eviction import (
     Entry,
     EvictionPolicy,
     Priority,
+    QueuePolicy,
     policy,
 )
 from kvkeep.store.tiers.two_queues import TwoQ
@@ -34,6 +35,32 @@ class TestLRU(PolicyTests):
 class TestPriority(PolicyTests):
     def make_policy(self) -> EvictionPolicy:
         return Priority()
+
+
+class DeepestFirst(QueuePolicy):
+    """As in docs/how-to/eviction-policy.md; entries of the suite have equal depths."""
+
+    name = "deepest"
+
+    def age(self, entry: Entry) -> float:
+        return -entry.depth
+
+
+class LFU(QueuePolicy):
+    name = "lfu"
+
+    def age(self, entry: Entry) -> float:
+        return entry.hits
+
+
+class TestDeepestFirst(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return DeepestFirst()
+
+
+class TestLFU(PolicyTests):
+    def make_policy(self) -> EvictionPolicy:
+        return LFU()
 
 
 class TestTwoQ(PolicyTests):

@@ -106,7 +106,7 @@ class IndexDriver:
 
     def fork(self, held: HeldPath) -> HeldPath:
         """A second hold on the same path."""
-        again = self.index.again(held.hold)
+        again = self.index.retain(held.hold)
         other = HeldPath(held.namespace, held.encoder.fork(), again, held.pages.copy())
         self.held.append(other)
         return other

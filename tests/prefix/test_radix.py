@@ -92,11 +92,11 @@ def test_a_run_that_was_cut_for_a_hold_is_one_run_again(store: Store) -> None:
 
 def test_a_run_stays_cut_where_its_parts_differ(store: Store) -> None:
     def used(source: Any) -> list[Any]:
-        store.index.release(store.index.again(source))
+        store.index.release(store.index.retain(source))
         return []
 
     def held(source: Any) -> list[Any]:
-        return [store.index.again(source)]
+        return [store.index.retain(source)]
 
     def branched(source: Any) -> list[Any]:
         store.put([1, 2, 3, 4, 50, 60, 70, 80])

@@ -102,7 +102,7 @@ def agrees(cache: PagedCache, tokens: list[int], namespace: str = "") -> None:
         return
     walked = Walked(index, symbols, index.roots[space])
     assert match.pages.tolist() == walked.pages
-    assert (match.end, match.taken) == (walked.end, walked.taken)
+    assert (match.end, match.end_pages) == (walked.end, walked.taken)
     assert [match.node_at(at + 1) for at in range(len(match.pages))] == walked.nodes
     assert match.partial_tokens == walked.partial_tokens
     if walked.partial_tokens:

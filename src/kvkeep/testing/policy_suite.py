@@ -137,7 +137,7 @@ class PolicyTests:
         assert len(drain(policy)) == 2
 
     def test_a_short_hold_keeps_the_order(self) -> None:
-        """A refused request discards the entries it found and adds them again: the order stays."""
+        """A refused request discards the entries that it matched and adds them again."""
 
         def order(held: int | None) -> list[int]:
             policy = self.make_policy()
@@ -152,7 +152,10 @@ class PolicyTests:
             return [numbers[id(entry)] for entry in drain(policy)]
 
         for held in range(30):
-            assert order(held) == order(None), held
+            assert order(held) == order(None), (
+                "an entry was discarded and added again without a use, and lost its place; "
+                "order equal entries by last_used"
+            )
 
     def test_sizes_may_change_at_any_time(self) -> None:
         """A candidate loses its front when another prompt cuts it, and its tail when it gives."""

@@ -1,4 +1,4 @@
-"""`PagedCache`: the KV pages of one device, shared between requests by prefix; `Sequence`."""
+"""`PagedCache`: the KV pages of one device, shared between requests by prefix."""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.render import PrefixRun
     from kvkeep.core.tokens import TokensLike
 
-__all__ = ["CachedPrefix", "PagedCache", "RemovedPages", "Sequence"]
+__all__ = ["CachedPrefix", "PagedCache", "RemovedPages"]
 
 _MAX_PAGE_SIZE = 65_536
-_SCALARS = (int, np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,10 +145,10 @@ class PagedCache(CacheParts):
             hard_pin_pages = pool.num_pages // 2
         # Never all of them: pins must leave room for requests.
         hard_pin_pages = whole("hard_pin_pages", hard_pin_pages, 0, pool.num_pages - 1)
-        orders = policy(eviction)
-        if isinstance(orders, Shares):
-            orders.fit(pool.num_pages)
-        tree = make_index(prefix, size, orders, clock)
+        eviction = policy(eviction)
+        if isinstance(eviction, Shares):
+            eviction.fit(pool.num_pages)
+        tree = make_index(prefix, size, eviction, clock)
         reuse = switch("reuse", reuse)
         super().__init__(pool, tree, self.groups, hard_pin_pages, clock, reuse=reuse)
         self.sequences: dict[int, Sequence] = {}
@@ -159,7 +158,7 @@ class PagedCache(CacheParts):
 
             kv_only = self.groups is not None
             self.watch = PromptWatch(what_if, size, pool.num_pages, kv_only=kv_only, measured=reuse)
-        self._memory: weakref.ref[object] | None = None  # what the pages are bound to
+        self._memory: weakref.ref[object] | None = None  # see `bind`
         self._inspector_made: Inspector | None = None
 
     def bind(self, memory: object) -> None:
@@ -249,8 +248,8 @@ class PagedCache(CacheParts):
     ) -> CachedPrefix:
         """Return the longest cached prefix of a prompt. Changes nothing, not even recency.
 
-        ``extra`` as in `open`. With ``everywhere``, `CachedPrefix.miss` also tells that another
-        namespace has the next page: for operators, as it says what others have sent.
+        ``extra`` as in `open`. With ``everywhere``, `CachedPrefix.miss` also says that
+        another namespace has the next page: for operators, as it shows what others have sent.
         """
         query = self._query(tokens, namespace, extra)
         with self.lock:
@@ -283,7 +282,7 @@ class PagedCache(CacheParts):
         if self.reuse:
             row = tokens[:stop]
             if query.extras:
-                row = marks.known(row, query.extras)
+                row = marks.lookup(row, query.extras)
             query.encoder = self.tree.encoder(query.space)
             query.symbols = query.encoder.lookup(row)
             match = self.tree.match(query.symbols, query.space)
@@ -296,7 +295,7 @@ class PagedCache(CacheParts):
         return 0 if match is None else len(match.pages) * self.page_size + match.partial_tokens
 
     def _cached(self, query: Query, match: PrefixMatch | None, *, everywhere: bool) -> CachedPrefix:
-        """Return a match as what a request would reuse of it."""
+        """Return the part of a match that a request would reuse."""
         stored = self._matched(match)
         board, size = self.board, self.page_size
         resumed = stored
@@ -319,7 +318,7 @@ class PagedCache(CacheParts):
         return CachedPrefix(resumed, pages, stored_tokens=stored, miss=miss)
 
     def _why(self, query: Query, match: PrefixMatch | None, cached: int) -> PrefixMiss:
-        """Return why a prompt, of which ``cached`` tokens need no computing, is computed."""
+        """Return why a prompt is computed from its ``cached`` tokens on."""
         last = len(query.tokens) - 1
         if cached >= last:
             return PrefixMiss("last token", cached)
@@ -336,7 +335,7 @@ class PagedCache(CacheParts):
             raise InvalidValue("a prompt has at least one token, got none")
         tree = self.tree
         # The last token is never looked up: its logits are needed, so it is computed in any case.
-        found = match = self._find(query, -1)
+        longest = match = self._find(query, -1)
         total = -(-len(tokens) // self.page_size)
         groups = None
         if self.board is None:
@@ -347,7 +346,7 @@ class PagedCache(CacheParts):
             needed = total + beside - (0 if match is None else len(match.pages))
         cached = self._matched(match)
         if cached < len(tokens) - 1:
-            miss = self._why(query, found, cached)  # before `hold` cuts runs
+            miss = self._why(query, longest, cached)  # before `hold` cuts runs
         else:
             miss = PrefixMiss("last token", cached)
         owner = None
@@ -360,16 +359,18 @@ class PagedCache(CacheParts):
         key = query.symbols[hold.end * tree.unit : (hold.end + 1) * tree.unit]
         if len(key) == tree.unit:
             self.misses.computes(hold, bytes(key), sequence.id, self.sequences)
-        if self.told or self.watch is not None:  # before `take` evicts: they order eviction
-            self._tell_opened(sequence, query, len(shared))
+        if (
+            self.reports_requests or self.watch is not None
+        ):  # before `take` evicts: they order eviction
+            self._report_opened(sequence, query, len(shared))
         table = self.pool.take(needed)
         if groups is not None:
             assert self.board is not None
             beside = self.board.layout.state_pages
-            pages_found = 0 if found is None else len(found.pages)
-            sequence.begin_groups(groups, table[:beside] if beside else None, pages_found)
+            matched = 0 if longest is None else len(longest.pages)
+            sequence.begin_groups(groups, table[:beside] if beside else None, matched)
             table = table[beside:]
-            self.board.counters.unresumed_tokens += pages_found * self.page_size - cached
+            self.board.counters.unresumed_tokens += matched * self.page_size - cached
         if len(shared):
             table = np.concatenate((shared, table))
         copy = None
@@ -383,7 +384,7 @@ class PagedCache(CacheParts):
         counters.prompt_tokens += len(tokens)
         counters.hit_tokens += cached
         if self.lock.hooks:
-            stored = None if groups is None else self._matched(found)
+            stored = None if groups is None else self._matched(longest)
             self.lock.emit(
                 Opened(
                     sequence.id, sequence.namespace, len(tokens), cached,
@@ -392,9 +393,9 @@ class PagedCache(CacheParts):
             )  # fmt: skip
         return sequence
 
-    def _tell_opened(self, sequence: Sequence, query: Query, page: int) -> None:
-        """Tell the policy and the miss-ratio curve of a request that begins."""
-        if self.told:
+    def _report_opened(self, sequence: Sequence, query: Query, page: int) -> None:
+        """Report a request that begins to the policy and the miss-ratio curve."""
+        if self.reports_requests:
 
             def following() -> bytes:
                 return sequence.encoder.pages(sequence.row, page, page + 1)
@@ -412,8 +413,7 @@ class PagedCache(CacheParts):
         """Evict up to ``num_pages`` cached pages that are not in use; return how many."""
         num_pages = whole("num_pages", num_pages, 0)
         with self.lock:
-            if self.pins.active:
-                self.pins.expire()
+            self.pins.expire()
             return self._evict(num_pages, "asked")
 
     def clear(self, namespace: NamespaceLike | None = None) -> int:
@@ -451,11 +451,12 @@ class PagedCache(CacheParts):
         query = self._query(tokens, namespace, extra)
         with self.lock:
             self.pins.expire()
-            self.sessions.evicting()
+            self.sessions.expire()
             match = self._find(query)
-            top = None if match is None else match.first_node(query.public // self.page_size)
-            if top is None:
+            public = query.public // self.page_size
+            if match is None or len(match.pages) <= public:
                 return RemovedPages(0, 0)
+            top = match.node_at(public + 1)
             before = self.pool.num_free
             for pin in self.pins.soft_below(top):
                 self.pins.end(pin)
@@ -541,10 +542,10 @@ class PagedCache(CacheParts):
         """Return what the cache holds and has done. Cost: one pass over the reference counts."""
         with self.lock:
             self.pins.expire()
-            self.sessions.evicting()
+            self.sessions.expire()
             pool, tree, sequences = self.pool, self.tree, self.sequences.values()
             tables = [sequence.pages for sequence in sequences]
-            # To these a hold stands for references.
+            # A hold stands for a reference to each of these.
             published = sum(len(sequence.published_pages) for sequence in sequences)
             users = np.bincount(np.concatenate(tables), minlength=1) if tables else np.zeros(1, int)
             return CacheStats(
@@ -580,7 +581,7 @@ class PagedCache(CacheParts):
         """Estimate the hit rates that caches of ``pages`` pages would have had so far.
 
         Default sizes: ¼, ½, 1, 2, 4 and 8 times this cache; 16 times is the most. Sizes of which
-        the prompts tell nothing are left out. With ``namespace``, for its prompts alone, in memory
+        the prompts say nothing are left out. With ``namespace``, for its prompts alone, in memory
         that all share. See `MissRatioPoint`. `IllegalStep` without ``what_if``. Cost: below 2 ms.
         """
         if self.watch is None:
@@ -678,8 +679,7 @@ class PagedCache(CacheParts):
             self.pool.check()
             self.tree.marks.check(stored, [sequence.row for sequence in sequences])
             self.pins.check(nodes)
-            if self.sessions.follows:
-                self.sessions.check(nodes)
+            self.sessions.check(nodes)
             if self.watch is not None:
                 self.watch.check()
 

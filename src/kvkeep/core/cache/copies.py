@@ -1,4 +1,4 @@
-"""Page copies that the engine has still to make, and the state of the sequences that need them."""
+"""Page copies that an engine must still make, and the states of the sequences that need them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["STEPS", "Claim", "Claims", "Forks", "PendingCopies", "SequenceState"
 class Claim:
     """Keeps a page unchanged until it is copied: one reference, and a hold if the index stores it.
 
-    Forks share the claims of the sequence they were made from: ``sharers`` still need the copy.
+    Forks share the claims of the sequence they were made from: ``sharers`` all need the copy.
     """
 
     copy: PageCopy
@@ -55,7 +55,7 @@ class _PageClaims:
 class Claims:
     """The claims of a cache, by source page.
 
-    Thread safety: none; under the cache's lock. ``made`` counts all claims so far.
+    Thread safety: none; under the cache's lock. ``made`` is the number of claims so far.
     """
 
     __slots__ = ("_pages", "_pool", "_tree", "made")
@@ -101,12 +101,12 @@ class Claims:
                 on_page = self._pages.get(page)
                 for claim in () if on_page is None else on_page.claims:
                     assert claim.hold is None
-                    claim.hold = self._tree.move(self._tree.again(hold), hold, start + at + 1)
+                    claim.hold = self._tree.move(self._tree.retain(hold), hold, start + at + 1)
 
     def may_write(self, page: int, offset: int) -> bool:
-        """Whether a user of ``page``, which the index lacks, may write to it from ``offset`` on.
+        """Whether a sequence may write to an unpublished ``page`` from ``offset`` on.
 
-        A claim on the page reads only its leading tokens, so writing behind those is allowed.
+        A claim on the page reads only its leading tokens, so writing behind them is allowed.
         """
         references = int(self._pool.references[page])
         if references == 1:
@@ -162,7 +162,7 @@ def permit(state: SequenceState, step: str) -> None:
 
 
 class PendingCopies:
-    """Claims that wait to be taken, and claims that the engine took and may be copying.
+    """The claims of one sequence: those that wait to be taken, and those that the engine copies.
 
     Thread safety: none; under the cache's lock.
 
@@ -170,18 +170,18 @@ class PendingCopies:
         state: of the sequence: COPYING while claims wait, else READY. The sequence sets CLOSED.
     """
 
-    __slots__ = ("_claims", "_made", "state", "waiting")
+    __slots__ = ("_claims", "_taken", "state", "waiting")
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
         self.waiting: list[Claim] = []
         """Claims whose copies were not taken yet, in the order in which to make them."""
-        self._made: list[Claim] = []
+        self._taken: list[Claim] = []
         self.state = SequenceState.READY
 
     def claims(self) -> list[Claim]:
         """Return all claims."""
-        return self.waiting + self._made
+        return self.waiting + self._taken
 
     def add(self, copy: PageCopy, hold: Any) -> None:
         """Claim the source of ``copy``; takes over the caller's reference and hold."""
@@ -189,11 +189,11 @@ class PendingCopies:
         self.state = SequenceState.COPYING
 
     def take(self) -> list[PageCopy]:
-        """Return the waiting copies; those taken before are made."""
+        """Return the waiting copies; the engine has made those taken before."""
         self.finish()
-        self._made, self.waiting = self.waiting, []
+        self._taken, self.waiting = self.waiting, []
         self.state = SequenceState.READY
-        for claim in self._made:
+        for claim in self._taken:
             if len(claim.sharers) > 1:
                 # A second copy could overwrite what was computed on the page after the first.
                 for other in claim.sharers:
@@ -201,30 +201,30 @@ class PendingCopies:
                         other.waiting.remove(claim)
                         other._update()
                 claim.sharers = {self: None}
-        return [claim.copy for claim in self._made]
+        return [claim.copy for claim in self._taken]
 
     def finish(self) -> None:
         """Release the source pages of all copies taken so far; the caller has made them."""
-        if self._made:
-            self._claims.remove(self._made, self)
-            self._made = []
+        if self._taken:
+            self._claims.remove(self._taken, self)
+            self._taken = []
 
     def drop_needless(self, unpublished: PageArray) -> None:
         """Drop waiting claims whose target is not among the ``unpublished`` pages of the sequence.
 
-        Such a target left the table or was published, and so is complete.
+        Such a target left the table, or was published and is complete.
         """
         if not self.waiting:
             return
         wanted = set(unpublished.tolist())
-        kept: list[Claim] = []
+        needed: list[Claim] = []
         for claim in reversed(self.waiting):
             if claim.copy.dst in wanted:
                 wanted.add(claim.copy.src)
-                kept.append(claim)
+                needed.append(claim)
             else:
                 self._claims.remove([claim], self)
-        self.waiting = kept[::-1]
+        self.waiting = needed[::-1]
         self._update()
 
     def _update(self) -> None:
@@ -242,16 +242,16 @@ class PendingCopies:
 
     def end(self) -> None:
         """End all claims."""
-        if self.waiting or self._made:
+        if self.waiting or self._taken:
             self._claims.remove(self.claims(), self)
-            self.waiting, self._made = [], []
+            self.waiting, self._taken = [], []
 
 
 class Forks:
     """Groups of sequences with the same first unpublished page, two or more in each.
 
-    A sequence reports when that page changes. Thread safety: none; under the cache's lock. Cost: a
-    dictionary lookup a call, and one for each member when a group is taken or made.
+    A sequence calls `leave` before that page changes. Thread safety: none; under the cache's lock.
+    Cost: a dictionary lookup a call, and one for each member when a group is removed or made.
     """
 
     __slots__ = ("_groups",)
@@ -264,11 +264,11 @@ class Forks:
         return bool(self._groups)
 
     def join(self, page: int, sequence: Any, other: Any) -> None:
-        """Note that ``other`` was forked from ``sequence``; ``page`` is the first unpublished."""
+        """Record that ``other`` was forked from ``sequence``; ``page`` is the first unpublished."""
         self._groups.setdefault(page, {sequence: None})[other] = None
 
     def leave(self, page: int, sequence: Any) -> None:
-        """Note that ``page`` is no longer the first unpublished page of ``sequence``."""
+        """Record that ``page`` is no longer the first unpublished page of ``sequence``."""
         group = self._groups.get(page)
         if group is not None:
             del group[sequence]
@@ -276,7 +276,7 @@ class Forks:
                 del self._groups[page]
 
     def take(self, page: int) -> Iterable[Any]:
-        """Remove and return the group of ``page``, which is being published; then `regroup` it."""
+        """Remove and return the group of ``page``, which is being published; `regroup` it then."""
         return self._groups.pop(page, ())
 
     def regroup(self, sequences: Iterable[Any]) -> None:
@@ -290,15 +290,15 @@ class Forks:
 
     def check(self, sequences: Iterable[Any]) -> None:
         """Assert that the groups are those of all running ``sequences``."""
-        found: dict[int, set[Any]] = {}
+        expected: dict[int, set[Any]] = {}
         for sequence in sequences:
             page = sequence.first_unpublished
             if page is not None:
-                found.setdefault(page, set()).add(sequence)
-        shared = {page: group for page, group in found.items() if len(group) > 1}
+                expected.setdefault(page, set()).add(sequence)
+        shared = {page: group for page, group in expected.items() if len(group) > 1}
         assert shared == {page: set(group) for page, group in self._groups.items()}
         pages: dict[int, int] = {}  # each unpublished page → first page of its group
-        for first, group in found.items():
+        for first, group in expected.items():
             for sequence in group:
                 for page in sequence.unpublished:
                     assert pages.setdefault(page, first) == first, "a page in two groups"

@@ -1,4 +1,4 @@
-"""`Misses`: what a cache remembers to tell why the rest of a prompt is computed."""
+"""`Misses`: records of removed runs and running prompts, which say why a prompt is computed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray
 
-    # What stands for a run, or a namespace; the pages up to its end; symbols of the page behind it.
+    # `Node.stable_id` of a run, the pages up to its end, the symbols of the page behind it.
     Place = tuple[int | bytes, int, bytes]
-    Removal = tuple[float, str]  # when, and why
+    Removal = tuple[float, str]  # time and reason
 
 __all__ = ["Misses"]
 
@@ -28,10 +28,10 @@ _MOST: Final = 65_536
 class Misses(TreeObserver):
     """Remembers runs that were removed, and prompts that are computed, by where they begin.
 
-    That is the run before it, and the symbols of its first page. So a prompt that leaves the tree
-    finds in one step what was there. What is forgotten counts as unseen: the oldest half once the
-    table is full, runs behind one that was removed and stored again, and, rarely, those that began
-    where runs were joined since.
+    That is the run before it, and the symbols of its first page. So one dictionary lookup says what
+    was there where a prompt leaves the tree. These are forgotten, and count as unseen: the oldest
+    half once the table is full, runs behind one that was removed and stored again, and, rarely,
+    those that began where runs were joined since.
 
     Thread safety: none; under the cache's lock. Memory: about 300 bytes for each of the latest
     65,536 runs at most, or as many as the cache has pages. Cost: 0.3 µs for each run that is
@@ -51,27 +51,27 @@ class Misses(TreeObserver):
         tree.observe(self)
 
     def removing(self, by: str) -> None:
-        """Runs are about to be removed, for the reason ``by``."""
+        """Record the reason ``by`` for which runs are removed next."""
         self._removal = (self._clock(), by)
         if len(self._new) > self._most:
             self._old, self._new = self._new, {}
 
     def computes(self, node: Node, key: bytes, sequence: int, running: Collection[int]) -> None:
-        """Note that a sequence computes the page with the symbols ``key`` behind ``node``.
+        """Record that a sequence computes the page with the symbols ``key`` behind ``node``.
 
         ``running`` has the sequences that are not closed.
         """
-        computing, place = self._computing, (node.place, node.end, key)
+        computing, place = self._computing, (node.stable_id, node.end, key)
         if computing.get(place, 0) not in running:
             computing[place] = sequence
         if len(computing) > 2 * len(running) + 64:
             self._computing = {at: each for at, each in computing.items() if each in running}
 
-    # --- what the tree tells ---------------------------------------------------------------------
+    # --- observer of the tree --------------------------------------------------------------------
 
     def gone(self, leaf: Node, parent: Node) -> None:
-        place = parent.serial if parent.end else parent.key  # written out: once per victim
-        self._new[place, parent.end, leaf.key] = self._removal
+        stable_id = parent.serial if parent.end else parent.key  # inlined: once per victim
+        self._new[stable_id, parent.end, leaf.key] = self._removal
 
     def trimmed(self, leaf: Node, keep: int) -> None:
         first = bytes(leaf.run[keep * self._unit : (keep + 1) * self._unit])
@@ -86,7 +86,7 @@ class Misses(TreeObserver):
         space: Namespace,
         running: Collection[int],
     ) -> PrefixMiss:
-        """Return why a prompt is computed from behind its match on.
+        """Return why a prompt is computed from the end of its match on.
 
         ``symbols`` are those of the prompt but for its last token, ``space`` is the namespace in
         which it was looked up, and ``running`` has the sequences that are not closed.
@@ -95,9 +95,9 @@ class Misses(TreeObserver):
         pages = 0 if match is None else len(match.pages)
         token = pages * size + (0 if match is None else match.partial_tokens)
         key = bytes(symbols[pages * unit : (pages + 1) * unit])
-        if match is not None and match.taken < match.end.size:
+        if match is not None and match.end_pages < match.end.size:
             return PrefixMiss("differs", token, others=1)
-        place = (root_key(space) if match is None else match.end.place, pages, key)
+        place = (root_key(space) if match is None else match.end.stable_id, pages, key)
         sequence = self._computing.get(place)
         if sequence is not None and sequence in running:
             return PrefixMiss("computing", token, sequence=sequence)
@@ -110,10 +110,10 @@ class Misses(TreeObserver):
     def elsewhere(
         self, match: PrefixMatch | None, tokens: TokenArray, space: Namespace
     ) -> Namespace | None:
-        """Return another namespace in which a prompt goes on as its ``tokens`` do. None: nowhere.
+        """Return another namespace that has the next page of these ``tokens``; None if none has.
 
-        Of the KV behind a public prefix, whose it is. Cost: a probe for each namespace, or for each
-        run behind the public prefix.
+        Only for the first page of a prompt, and for the first one behind a public prefix. Cost: a
+        probe for each namespace, or for each run behind the public prefix.
         """
         size, marks = self._tree.page_size, self._tree.marks
         pages = 0 if match is None else len(match.pages)
@@ -124,7 +124,7 @@ class Misses(TreeObserver):
             others = (other for other, root in self._tree.roots.items() if wanted in root.children)
             return next((other for other in others if other != space), None)
         assert match is not None
-        if match.taken == match.end.size and match.end.namespace.scope:
+        if match.end_pages == match.end.size and match.end.namespace.scope:
             for child in match.end.children.values():
                 if not child.namespace.scope and marks.plain_bytes(child.key) == wanted:
                     return child.namespace

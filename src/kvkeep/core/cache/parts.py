@@ -1,4 +1,4 @@
-"""`CacheParts`: what a cache and its sequences share under one lock, and how room is made there."""
+"""`CacheParts`: the objects that a cache and its sequences share, and eviction from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["CacheParts"]
 
 
 class CacheParts:
-    """The parts of a `PagedCache`, and the methods that make room in them.
+    """The parts of a `PagedCache`, and the methods that free pages in them.
 
     Thread safety: none; under ``lock``, which the cache and its sequences take.
     """
@@ -53,12 +53,15 @@ class CacheParts:
         self.claims = Claims(pool, tree)
         self.forks = Forks()
         self.sequences: dict[int, Any] = {}
-        """Those that are not closed, by their ids."""
+        """The sequences that are not closed, by id."""
         self.pins = Pins(tree, pool.num_pages, hard_pin_pages, clock)
         self.sessions = Sessions(tree, pool.num_pages, clock)
         self.misses = Misses(tree, pool.num_pages, clock)
-        self.told = reuse and type(tree.policy).opened is not EvictionPolicy.opened
-        """Whether the policy is told of requests."""
+        self.reports_requests = reuse and any(
+            getattr(type(tree.policy), name) is not getattr(EvictionPolicy, name)
+            for name in ("opened", "closed", "forked", "dropped")
+        )
+        """Whether the policy overrides a method that is called for requests."""
         self.watch: PromptWatch | None = None
         """The miss-ratio curve, of a cache made with ``what_if``."""
         self.board: GroupBoard | None = None
@@ -73,10 +76,10 @@ class CacheParts:
     def _affordable(
         self, match: PrefixMatch | None, total: int, reserve: int
     ) -> tuple[PrefixMatch | None, int]:
-        """Return the match to hold and the pages needed besides; `OutOfPages` before any change.
+        """Return the match to hold and the pages to allocate; `OutOfPages` before any change.
 
-        Holding a match takes its pages out of what can be evicted. A page that matches only in part
-        is left out of the match if the request could not be opened with that page held.
+        Pages of a held match cannot be evicted. A page that matches only in part is left out of the
+        match if the request could not be opened with that page held.
         """
         needed = total - (0 if match is None else len(match.pages))
         if needed + reserve <= self.pool.num_free:
@@ -95,10 +98,10 @@ class CacheParts:
     def _resume(
         self, board: GroupBoard, match: PrefixMatch | None, total: int
     ) -> tuple[SequenceGroups, PrefixMatch | None]:
-        """Shorten a match to where all groups agree; take references to what resuming reads there.
+        """Shorten a match to where all groups can resume; take references to the pages they read.
 
-        A request takes ``total`` pages in all, less those that match. If it does not fit beside
-        what resuming reads, it resumes earlier. `OutOfPages` before any change.
+        A request takes ``total`` pages in all, less those that match. If these and the pages that
+        the groups read do not fit, it resumes earlier. `OutOfPages` before any change.
         """
         self.pins.expire()
         page = 0 if match is None else len(match.pages)
@@ -106,18 +109,18 @@ class CacheParts:
         while True:
             path = EMPTY_PAGES if match is None else match.pages[:page]
             page, checkpoint = board.resume(path)
-            taken = None if match is None or not page else match.first(page)
+            shortened = None if match is None or not page else match.first(page)
             needed, available = total - page, self.pool.num_free
             if needed > available:
                 beside = board.rows.count_idle(board.used_pages(path[:page], checkpoint))
-                available = self._available() - self.tree.protects(taken) - beside
+                available = self._available() - self.tree.protects(shortened) - beside
             if needed <= available:
                 board.counters.resumes_given_up += given_up
                 from kvkeep.core.groups import SequenceGroups  # noqa: PLC0415 - only where needed
 
                 groups = SequenceGroups(board)
                 groups.hold(path[:page], checkpoint)
-                return groups, taken
+                return groups, shortened
             if not page:
                 raise self._refused(total, available)
             given_up = 1
@@ -127,7 +130,7 @@ class CacheParts:
     # --- pages -----------------------------------------------------------------------------------
 
     def _available(self) -> int:
-        """Return how many pages are free or evictable."""
+        """Return the number of pages that are free or evictable."""
         idle = 0 if self.board is None else self.board.rows.idle
         return self.pool.num_free + self.tree.num_evictable + idle
 
@@ -146,29 +149,28 @@ class CacheParts:
 
     def _evict(self, count: int, reason: str) -> int:
         """Evict up to ``count`` pages; return how many."""
-        if self.sessions.follows:
-            self.sessions.evicting()
+        self.sessions.expire()
         self.misses.removing(reason)
         if self.board is None:
             pages = self.tree.evict(count)
             self._forget(pages, reason)
             return len(pages)
-        gone: list[PageArray] = []
+        evicted: list[PageArray] = []
 
         def let_go(pages: PageArray) -> None:
             self._let_go(pages)
-            gone.append(pages)
+            evicted.append(pages)
 
         freed = self.board.make_room(count, let_go)
-        self.counters.evictions += bool(gone)
+        self.counters.evictions += bool(evicted)
         if self.lock.hooks:
-            self._report(joined(gone), reason)
+            self._report(joined(evicted), reason)
         return freed
 
     def drop(self, hold: Node, keep: int) -> int:
-        """End a hold and remove its path beyond ``keep`` pages, as far as nothing else needs it.
+        """End a hold and remove its path behind ``keep`` pages, except pages in use or pinned.
 
-        For `Sequence.close`. Returns the pages removed.
+        Returns the number of pages removed.
         """
         self.pins.expire()
         self.misses.removing("dropped")
@@ -177,7 +179,7 @@ class CacheParts:
         return len(pages)
 
     def _forget(self, pages: PageArray, reason: str) -> None:
-        """Release the references to ``pages`` that the tree no longer stores, and report it."""
+        """Release ``pages`` that the tree no longer stores, and report them."""
         if len(pages):
             self._let_go(pages)
             self.counters.evictions += 1
@@ -192,7 +194,7 @@ class CacheParts:
         self.counters.evicted_pages += freed
 
     def _report(self, pages: PageArray, reason: str) -> None:
-        """Report evicted pages, and what was lost of groups of layers since the last report."""
+        """Report evicted pages, and the rows and states lost since the last report."""
         lost = None if self.board is None else self.board.take_lost()
         if len(pages) or lost is not None:
             self.lock.emit(Evicted(frozen(pages), reason, lost))

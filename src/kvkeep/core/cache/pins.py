@@ -2,11 +2,11 @@
 
 A pin stands at the end of a run and covers the path to it. When that run is evicted, its pins move
 to the end of the run before it; when the first run of a path is evicted, they are broken. All pins
-at one place are one `Spot`, which moves as a whole:
+at one place are one `PinSet`, which moves as a whole:
 
-    root ── A ── B ── C        two pins at C, one at B: B and C have a spot each
-    root ── A ── B             C is evicted: one spot with three pins at B
-    root ── A                  B is evicted: the same spot at A
+    root ── A ── B ── C        two pins at C, one at B: B and C have a set each
+    root ── A ── B             C is evicted: one set with three pins at B
+    root ── A                  B is evicted: the same set at A
     root                       A is evicted: three pins are broken
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from kvkeep.core.prefix import Tree
     from kvkeep.core.prefix.node import Node
 
-__all__ = ["Pin", "Pins", "Spot"]
+__all__ = ["Pin", "PinSet", "Pins"]
 
 _LEAST_PINS: Final = 1024
 """A cache keeps as many pins at a time as it has pages, but at least this many."""
 
 
-class Spot:
+class PinSet:
     """The soft and the hard pins at the end of ``node``."""
 
     __slots__ = ("hard", "node", "soft")
@@ -43,10 +43,10 @@ class Spot:
         self.soft: dict[Pin, None] = {}
         self.hard: dict[Pin, None] = {}
 
-    def absorb(self, other: Spot) -> None:
-        """Take over all pins of ``other``, soft ones. Cost: its pins."""
+    def absorb(self, other: PinSet) -> None:
+        """Take over the pins of ``other``, which are all soft. Cost: its pins."""
         for pin in other.soft:
-            pin.spot = self
+            pin.pin_set = self
         self.soft |= other.soft
 
 
@@ -57,19 +57,19 @@ class Pin:
     ``num_tokens`` falls. Pages under a hard pin are not, and count against the cache's budget.
     """
 
-    __slots__ = ("_pins", "expires", "groups", "hard", "spot")
+    __slots__ = ("_pins", "expires", "groups", "hard", "pin_set")
 
-    def __init__(self, pins: Pins, spot: Spot, *, hard: bool, expires: float | None) -> None:
+    def __init__(self, pins: Pins, pin_set: PinSet, *, hard: bool, expires: float | None) -> None:
         self._pins = pins
-        self.spot: Spot | None = spot  # None once it has ended
+        self.pin_set: PinSet | None = pin_set  # None once it has ended
         self.hard = hard
         self.expires = expires
         self.groups: PageArray | None = None  # pages that resuming there reads, of a hard pin
 
     @property
     def active(self) -> bool:
-        """Whether it has not ended; one whose time is over ends at the next step of the cache."""
-        return self.spot is not None
+        """Whether it has not ended. A pin ends at the next step of the cache after its time."""
+        return self.pin_set is not None
 
     @property
     def num_tokens(self) -> int:
@@ -78,9 +78,9 @@ class Pin:
 
     @property
     def num_resumable(self) -> int:
-        """Of these, tokens that a request which goes on there need not compute.
+        """Tokens of the prefix that a request behind it need not compute.
 
-        Fewer than ``num_tokens`` in a cache with groups of layers, where the last checkpoint lies
+        Fewer than ``num_tokens`` in a cache with groups of layers whose last checkpoint lies
         earlier; a pin adds one at its end if that needs no state. Cost: as `PagedCache.match`.
         """
         return self._pins.resumable(self) * self._pins.page_size
@@ -91,16 +91,16 @@ class Pin:
 
 
 class Pins(TreeObserver):
-    """All pins of a cache, and the pages that they cover: in memory of about 350 bytes each.
+    """All pins of a cache, and the pages that they cover.
 
-    Thread safety: none; under the cache's lock. Cost: O(log pins) for a pin with a time to live,
-    and the uncovered runs of its path; nothing here walks over all pins. While runs are evicted, a
-    pin moves to another spot O(log pins) times at most.
+    Thread safety: none; under the cache's lock. Memory: about 350 bytes a pin. Cost: O(log pins)
+    for a pin with a time to live, and the uncovered runs of its path; nothing here walks over all
+    pins. While runs are evicted, a pin moves to another set O(log pins) times at most.
 
     Attributes:
         active: the pins that have not ended.
         covered: the pages on their paths.
-        kept: those on the paths of hard pins.
+        hard_covered: those of them on the paths of hard pins.
         expired: pins whose time was over, so far.
         broken: soft pins whose path was evicted as a whole, so far.
     """
@@ -114,14 +114,14 @@ class Pins(TreeObserver):
         self.hard_budget = hard_budget
         self._clock = clock
         self.groups: GroupBoard | None = None
-        """What pins keep beside pages; None for plain models."""
-        self._beside: Counter[int] = Counter()  # pages of rows and states → hard pins that keep it
+        """Keeps rows and states for pins; None for plain models."""
+        self._beside: Counter[int] = Counter()  # page of rows and states → its hard pins
         self.active: dict[Pin, None] = {}
         self.covered = Coverage()
-        self.kept = Coverage()
+        self.hard_covered = Coverage()
         self._expiry: list[tuple[float, int, Pin]] = []
         self._serial = 0
-        self._follows = False  # the tree, from the first pin on
+        self._observing = False  # from the first pin on
         self.expired = 0
         self.broken = 0
 
@@ -142,7 +142,11 @@ class Pins(TreeObserver):
         elif self.groups is not None:
             self.groups.pinned(hold)
         if hard:
-            needed = self.num_hard_pages + self.kept.more(hold) + len({*beside} - {*self._beside})
+            needed = (
+                self.num_hard_pages
+                + self.hard_covered.more(hold)
+                + len({*beside} - {*self._beside})
+            )
             if needed > self.hard_budget:
                 if groups is not None and self.groups is not None:
                     self.groups.rows.release(groups)
@@ -150,18 +154,18 @@ class Pins(TreeObserver):
                     f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                     "unpin something, pin softly, or give the cache a larger hard_pin_pages"
                 )
-        if not self._follows:
-            self._follows = True
+        if not self._observing:
+            self._observing = True
             self._tree.observe(self)
         expires = None if ttl is None else self._clock() + ttl
-        spot = hold.spot
-        if spot is None:
-            spot = hold.spot = Spot(hold)
+        pin_set = hold.pin_set
+        if pin_set is None:
+            pin_set = hold.pin_set = PinSet(hold)
             self.covered.add(hold)
-        pin = Pin(self, spot, hard=hard, expires=expires)
-        if hard and not spot.hard:
-            self.kept.add(hold)
-        (spot.hard if hard else spot.soft)[pin] = None
+        pin = Pin(self, pin_set, hard=hard, expires=expires)
+        if hard and not pin_set.hard:
+            self.hard_covered.add(hold)
+        (pin_set.hard if hard else pin_set.soft)[pin] = None
         pin.groups = groups
         self._beside.update(beside)
         self.active[pin] = None
@@ -172,18 +176,18 @@ class Pins(TreeObserver):
 
     def end(self, pin: Pin) -> None:
         """End a pin that has not ended, and the hold of a hard one."""
-        spot = pin.spot
-        assert spot is not None
-        node, tree = spot.node, self._tree
+        pin_set = pin.pin_set
+        assert pin_set is not None
+        node, tree = pin_set.node, self._tree
         queued = tree.is_candidate(node)
         if queued:
             tree.dequeue(node)
         self._forget(pin)
-        del (spot.hard if pin.hard else spot.soft)[pin]
-        if pin.hard and not spot.hard:
-            self.kept.remove(node)
-        if not spot.soft and not spot.hard:
-            node.spot = None
+        del (pin_set.hard if pin.hard else pin_set.soft)[pin]
+        if pin.hard and not pin_set.hard:
+            self.hard_covered.remove(node)
+        if not pin_set.soft and not pin_set.hard:
+            node.pin_set = None
             self.covered.remove(node)
         if pin.hard:
             tree.release(node)
@@ -196,7 +200,7 @@ class Pins(TreeObserver):
             pin.groups = None
 
     def _forget(self, pin: Pin) -> None:
-        pin.spot = None
+        pin.pin_set = None
         del self.active[pin]
         if len(self._expiry) > 2 * len(self.active) + 64:  # most entries are of ended pins
             self._expiry = [item for item in self._expiry if item[2].active]
@@ -213,87 +217,93 @@ class Pins(TreeObserver):
     def _over(self, when: float) -> bool:
         return self._clock() >= when
 
-    # --- what the tree tells -------------------------------------------------------------------
+    # --- observer of the tree ------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
         self.covered.split(upper, lower)
-        self.kept.split(upper, lower)
+        self.hard_covered.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
         self.covered.joined(upper)
-        self.kept.joined(upper)
+        self.hard_covered.joined(upper)
 
     def trimmed(self, leaf: Node, keep: int) -> None:
         self.covered.resized(leaf, keep - leaf.size)
 
     def gone(self, leaf: Node, parent: Node) -> None:
         """Move the pins of ``leaf`` to ``parent``; at a root they are broken."""
-        spot: Spot | None = leaf.spot
-        if spot is None:
+        pin_set: PinSet | None = leaf.pin_set
+        if pin_set is None:
             return
-        assert not spot.hard, "a run with a hard pin was evicted"
-        above: Spot | None = parent.spot
+        assert not pin_set.hard, "a run with a hard pin was evicted"
+        above: PinSet | None = parent.pin_set
         if parent.parent is not None and above is None:
             self.covered.add(parent)
         self.covered.remove(leaf)
-        leaf.spot = None
+        leaf.pin_set = None
         if parent.parent is None:
-            self.broken += len(spot.soft)
-            for pin in spot.soft:
+            self.broken += len(pin_set.soft)
+            for pin in pin_set.soft:
                 self._forget(pin)
             return
         if above is None:
-            above = spot
-        elif len(above.soft) + len(above.hard) < len(spot.soft) and not above.hard:
-            spot.absorb(above)
-            above = spot
+            above = pin_set
+        elif len(above.soft) + len(above.hard) < len(pin_set.soft) and not above.hard:
+            pin_set.absorb(above)
+            above = pin_set
         else:
-            above.absorb(spot)
+            above.absorb(pin_set)
         above.node = parent
-        parent.spot = above
+        parent.pin_set = above
 
     # --- figures -------------------------------------------------------------------------------
 
     def pages(self, pin: Pin) -> int:
         """Return how many pages a pin still covers."""
-        if pin.spot is None or (pin.expires is not None and self._over(pin.expires)):
+        if pin.pin_set is None or (pin.expires is not None and self._over(pin.expires)):
             return 0
-        return pin.spot.node.end
+        return pin.pin_set.node.end
 
     def resumable(self, pin: Pin) -> int:
-        """Return how many pages a request that goes on at the end of a pin would reuse."""
+        """Return how many pages a request behind the prefix would reuse."""
         pages = self.pages(pin)
-        if self.groups is None or not pages or pin.spot is None:
+        if self.groups is None or not pages or pin.pin_set is None:
             return pages
-        return self.groups.resumable(pin.spot.node)
+        return self.groups.resumable(pin.pin_set.node)
 
     def soft_below(self, top: Node) -> list[Pin]:
         """Return the soft pins that end when the run ``top`` and all behind it are evicted.
 
         Cost: all descendants.
         """
-        free = [node.spot for node, _ in descend(top) if not node.holders and node.spot is not None]
-        return [pin for spot in free for pin in spot.soft]
+        free = [
+            node.pin_set
+            for node, _ in descend(top)
+            if not node.holders and node.pin_set is not None
+        ]
+        return [pin for pin_set in free for pin in pin_set.soft]
 
     @property
     def num_hard_pages(self) -> int:
-        """Pages that hard pins keep, each counted once; call `expire` first."""
-        return self.kept.num_pages + len(self._beside)
+        """Pages under hard pins, each counted once; call `expire` first."""
+        return self.hard_covered.num_pages + len(self._beside)
 
     def holds(self) -> list[Node]:
         """Return the holds of hard pins."""
-        return [pin.spot.node for pin in self.active if pin.hard and pin.spot is not None]
+        return [pin.pin_set.node for pin in self.active if pin.hard and pin.pin_set is not None]
 
     def check(self, nodes: Iterable[Node]) -> None:
         """Recount from all nodes but the roots. Asserts."""
-        spots = [node.spot for node in nodes if node.spot is not None]
-        pins = {pin for spot in spots for pin in (*spot.soft, *spot.hard)}
+        pin_sets = [node.pin_set for node in nodes if node.pin_set is not None]
+        pins = {pin for pin_set in pin_sets for pin in (*pin_set.soft, *pin_set.hard)}
         assert pins == self.active.keys()
         for node in nodes:
-            spot = node.spot
-            if spot is not None:
-                assert spot.node is node
-                assert all(pin.spot is spot for pin in (*spot.soft, *spot.hard))
-                assert spot.soft or spot.hard
-        self.covered.check(nodes, lambda node: node.spot is not None)
-        self.kept.check(nodes, lambda node: node.spot is not None and bool(node.spot.hard))
+            pin_set = node.pin_set
+            if pin_set is not None:
+                assert pin_set.node is node
+                assert all(pin.pin_set is pin_set for pin in (*pin_set.soft, *pin_set.hard))
+                assert pin_set.soft or pin_set.hard
+        self.covered.check(nodes, lambda node: node.pin_set is not None)
+        self.hard_covered.check(
+            nodes, lambda node: node.pin_set is not None and bool(node.pin_set.hard)
+        )

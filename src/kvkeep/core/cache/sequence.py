@@ -41,8 +41,8 @@ _SCALARS = (int, np.generic)
 class Query:
     """A prompt to look up or to open, in canonical form.
 
-    ``namespace`` is whose prompt it is, ``space`` the one in whose tree it lies: the public one if
-    its first ``public`` tokens are public (`kvkeep.core.public`). ``extras`` include the salt.
+    ``namespace`` is that of the caller, ``space`` that of the prompt's first page: the public one
+    if its first ``public`` tokens are public (`kvkeep.core.public`). ``extras`` include the salt.
     """
 
     tokens: TokenArray
@@ -51,9 +51,9 @@ class Query:
     extras: Extras = ()
     public: int = 0
     encoder: Encoder | None = None
-    """Of its tokens, for what it publishes."""
+    """That of a sequence with these tokens, once they were looked up."""
     symbols: bytes | memoryview = b""
-    """What the index compares, once it was looked up."""
+    """The symbols that were looked up."""
 
 
 class Sequence:
@@ -63,10 +63,9 @@ class Sequence:
     of token position ``i`` to page ``pages[i // page_size]`` at offset ``i % page_size``. Once it
     calls `publish`, later prompts reuse the computed pages while this sequence still runs.
 
-    `IllegalStep` means that a step does not fit the state (see `kvkeep.core.cache.copies`),
-    `OutOfPages` that all pages of the pool are in use; in both cases nothing has changed. Returned
-    arrays are read-only views, valid until the next step. A sequence is a context manager that
-    closes itself.
+    A step that the state does not allow raises `IllegalStep` (see `kvkeep.core.cache.copies`), and
+    `OutOfPages` if all pages of the pool are in use; in both cases nothing has changed. Returned
+    arrays are read-only views, valid until the next step. As a context manager, it closes itself.
 
     Thread safety: every step takes the cache's lock. The steps of one sequence have an order, so
     one thread at a time calls them.
@@ -76,12 +75,13 @@ class Sequence:
         num_cached: leading tokens that needed no computing when it was opened or forked.
         miss: why the rest of the prompt is computed; None for a fork.
         groups: rows and states, of a cache that has groups of layers; else None.
+        hold: the hold on its published pages in the prefix index.
     """
 
     __slots__ = (
-        "_cache", "_hold", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
-        "groups", "id", "miss", "namespace", "num_cached", "owner", "priority", "public_pages",
-        "returned", "space", "watched",
+        "_cache", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
+        "groups", "hold", "id", "miss", "namespace", "num_cached", "owner", "priority",
+        "public_pages", "returned", "space", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -99,16 +99,16 @@ class Sequence:
         counters = cache.counters
         self.id = counters.opened + counters.forked + 1
         self._cache = cache
-        self._hold = hold
+        self.hold = hold
         self.namespace: Namespace = query.namespace
         self.space: Namespace = query.space  # that of its first page
-        self.owner = owner  # the session that owns what this sequence publishes
+        self.owner = owner  # the session that owns the pages it publishes
         self.priority = priority
         self.num_cached = 0
         self.miss: PrefixMiss | None = None
         self.groups: SequenceGroups | None = None
-        self.returned: Returned | None = None  # what the prompt continues, as far as is known
-        self.watched = 0  # pages that the miss-ratio curve has seen
+        self.returned: Returned | None = None  # the conversation that it continues, if known
+        self.watched = 0  # pages that the miss-ratio curve has counted
         self.encoder: Encoder
         self._tokens: TokenRow
         self.public_pages: int | None = None  # None: its prompt has no public prefix
@@ -127,9 +127,10 @@ class Sequence:
         self._table: GrowingArray
         # Region map of the page table:
         #   0 … _shared      pages that the index stores; the hold protects exactly these
-        #   _shared … end    pages that it (and forks that have not written them) refers to
+        #   _shared … end    pages that the index does not store; it has a reference to each, as
+        #                    has each fork that has not written to the page
         self._shared = 0
-        self._opened_pages = 0  # leading shared pages that other sequences computed
+        self._opened_pages = 0  # leading pages that other sequences computed
         self._pending = PendingCopies(cache.claims)
 
     def adopt(
@@ -142,9 +143,9 @@ class Sequence:
             self._pending.add(copy, source)
         self._cache.sequences[self.id] = self
 
-    def begin_groups(self, groups: SequenceGroups, state: PageArray | None, found: int) -> None:
-        """Start with these rows, and ``state`` as the running one; ``found`` pages are cached."""
-        groups.begin(state, self._tokens, cached=found)
+    def begin_groups(self, groups: SequenceGroups, state: PageArray | None, cached: int) -> None:
+        """Start with these rows, and ``state`` as the running one; ``cached`` pages are cached."""
+        groups.begin(state, self._tokens, cached=cached)
         self.groups = groups
 
     # --- views -----------------------------------------------------------------------------------
@@ -189,13 +190,8 @@ class Sequence:
         """Whether the sequence was closed."""
         return self._pending.state is SequenceState.CLOSED
 
-    @property
-    def hold(self) -> Node:
-        """The hold that protects its published pages in the prefix index."""
-        return self._hold
-
     def claims(self) -> list[Claim]:
-        """Return the claims on pages that this sequence has still to copy from."""
+        """Return the claims on pages that must still be copied for this sequence."""
         return self._pending.claims()
 
     @property
@@ -231,8 +227,8 @@ class Sequence:
         page is replaced by a copy before tokens are added to it (see `copies`). Raises
         `OutOfPages`. Cost: about 1 µs, plus allocation once a page.
         """
-        one = single_token(tokens)
-        if one is None:
+        token = single_token(tokens)
+        if token is None:
             array = as_tokens(np.array([tokens]) if isinstance(tokens, _SCALARS) else tokens)
             count = len(array)
         else:
@@ -251,25 +247,25 @@ class Sequence:
                     fresh = fresh[1:]
                 self._table.extend(fresh)
             if extras:
-                row = np.array([one], TOKEN_DTYPE) if one is not None else array
-                self._tokens.extend_with(row, extras)
-            elif one is None:
+                added = np.array([token], TOKEN_DTYPE) if token is not None else array
+                self._tokens.extend_with(added, extras)
+            elif token is None:
                 self._tokens.extend(array)
             else:
-                self._tokens.append(one)
+                self._tokens.append(token)
 
     def _may_write(self, at: int, offset: int) -> bool:
         """Whether the page at index ``at`` may be written from ``offset`` on."""
         return at >= self._shared and self._cache.claims.may_write(self._table[at], offset)
 
     def _copy_on_write(self, at: int, tokens: int, dst: int) -> None:
-        """Replace the shared page at index ``at`` by page ``dst``, and claim it to copy from."""
+        """Replace the shared page at index ``at`` by page ``dst``, and claim it for the copy."""
         cache = self._cache
         hold = None
-        if at < self._shared:  # the index stores the page: the old hold now protects the source
+        if at < self._shared:  # the index stores the page: its claim takes over the hold
             cache.pool.retain_page(self._table[at])  # for the claim
-            hold = self._hold
-            self._hold = cache.tree.move(cache.tree.again(hold), hold, at)
+            hold = self.hold
+            self.hold = cache.tree.move(cache.tree.retain(hold), hold, at)
             self._shared = at
             self._opened_pages = min(self._opened_pages, at)
         elif at == self._shared:
@@ -281,7 +277,7 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens, for instance to drop rejected drafts.
 
-        Pages published beyond stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
+        Published pages behind them stay in the cache. Raises `InvalidValue` outside 0 … num_tokens.
         With groups of layers, see `kvkeep.core.groups.SequenceGroups`.
         """
         cache = self._cache
@@ -292,9 +288,9 @@ class Sequence:
             pages = -(-length // size)
             if pages <= self._shared:
                 self._leave_forks()
-            gone = self._table.values[max(pages, self._shared) :].copy()
+            freed = self._table.values[max(pages, self._shared) :].copy()
             if pages < self._shared:
-                self._hold = cache.tree.move(self._hold, self._hold, pages)
+                self.hold = cache.tree.move(self.hold, self.hold, pages)
                 self._shared = pages
             self._table.cut(pages)
             self._tokens.cut(length)
@@ -302,7 +298,7 @@ class Sequence:
                 self.public_pages = min(self.public_pages, length // size)
             self.encoder.cut(length // size)
             self._pending.drop_needless(self._table.values[self._shared :])
-            cache.pool.release(gone)
+            cache.pool.release(freed)
             if self.groups is not None:
                 self.groups.rewind(length, self._table.values[: self._shared])
             self.num_cached = min(self.num_cached, length)
@@ -317,7 +313,7 @@ class Sequence:
         with cache.lock:
             permit(self._pending.state, "fork")
             groups = None if self.groups is None else self.groups.fork()
-            hold = cache.tree.again(self._hold)
+            hold = cache.tree.retain(self.hold)
             table = self._table.values
             cache.pool.retain(table[self._shared :])
             other = Sequence(cache, self, hold, self.owner, self.priority)
@@ -325,11 +321,11 @@ class Sequence:
             other.adopt(table, self._shared)
             self._pending.share_with(other._pending)
             if groups is not None:
-                groups.row, other.groups = other._tokens, groups
+                groups.tokens, other.groups = other._tokens, groups
             page = self.first_unpublished
             if page is not None:
                 cache.forks.join(page, self, other)
-            if cache.told:
+            if cache.reports_requests:
                 cache.tree.policy.forked(self.id, other.id)
             cache.counters.forked += 1
             if cache.lock.hooks:
@@ -342,7 +338,8 @@ class Sequence:
         """Make the full pages of the first ``computed`` tokens (default: all) reusable.
 
         If another sequence published the same tokens before, its pages replace these, which are
-        freed: the page table changes, its length does not; in forks that share the pages, too.
+        freed. The page table changes then, but not its length; so do those of forks that share the
+        pages.
         Returns the tokens published so far, 0 in a cache made with ``reuse=False``. Cost: O(new
         tokens), and as much for each fork that shares one of the pages.
         """
@@ -373,33 +370,34 @@ class Sequence:
         if self.public_pages is not None:  # no session owns public pages
             private = start >= self.public_pages
             space, owner = (self.namespace, owner) if private else (self.space, None)
-        own = self._table.values[start:stop].copy()
+        pages = self._table.values[start:stop].copy()
         symbols = self.encoder.pages(self._tokens.values, start, stop)
-        self._hold, existing = cache.tree.insert(
-            self._hold, symbols, own, self.priority, owner=owner, namespace=space
+        self.hold, existing = cache.tree.insert(
+            self.hold, symbols, pages, self.priority, owner=owner, namespace=space
         )
-        forks = cache.forks.take(int(own[0])) if cache.forks else ()
+        forks = cache.forks.take(int(pages[0])) if cache.forks else ()
         self._shared = stop
-        new = own[len(existing) :]
+        new = pages[len(existing) :]
         if len(new):
             size = cache.page_size
             row = self._tokens.values[(stop - len(new)) * size : stop * size]
             if cache.tree.marks.living:
                 cache.tree.marks.stored(new, row)
-            cache.claims.now_stored(new, self._hold, stop - len(new))
+            cache.claims.now_stored(new, self.hold, stop - len(new))
             cache.counters.stored_pages += len(new)
         if len(existing):
             # Another sequence computed these: `close` must not drop them.
             self._opened_pages = start + len(existing)
             cache.counters.duplicate_pages += len(existing)
-            self._exchange(start, own[: len(existing)], existing)
+            self._exchange(start, pages[: len(existing)], existing)
         for other in forks:
             if other is not self:
                 assert other._shared == start
-                sharing = _sharing(other._table.values[start : start + len(own)], own)
-                other._hold = cache.tree.move(other._hold, self._hold, start + sharing)
+                sharing = common_length(other._table.values[start : start + len(pages)], pages)
+                assert sharing, "forks in one group share their first unpublished page"
+                other.hold = cache.tree.move(other.hold, self.hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
-                other._exchange(start, own[:sharing], existing[:sharing])
+                other._exchange(start, pages[:sharing], existing[:sharing])
                 other._pending.drop_needless(other._table.values[other._shared :])
         if forks:
             cache.forks.regroup(forks)
@@ -420,10 +418,10 @@ class Sequence:
         if page is not None:
             forks.leave(page, self)
 
-    def _exchange(self, start: int, own: PageArray, existing: PageArray) -> None:
-        """Drop the references to ``own`` pages; ``existing`` ones replace the first of them."""
+    def _exchange(self, start: int, published: PageArray, existing: PageArray) -> None:
+        """Drop the references to ``published`` pages; ``existing`` ones replace the first ones."""
         self._table.values[start : start + len(existing)] = existing
-        self._cache.pool.release(own)
+        self._cache.pool.release(published)
 
     def close(self, *, keep: bool = True, ended: Ended | None = None) -> None:
         """End the sequence: published pages stay in the cache, all others are freed.
@@ -432,7 +430,7 @@ class Sequence:
         them. ``ended`` says how the request ended, for policies that predict its conversation.
         """
         cache = self._cache
-        if not isinstance(keep, bool):  # callers pass anything
+        if not isinstance(keep, bool):
             keep = switch("keep", keep)  # type: ignore[unreachable]
         if ended is not None:
             check_type("ended", ended, Ended, "an Ended(…)")
@@ -443,9 +441,9 @@ class Sequence:
             del cache.sequences[self.id]
             if cache.forks:
                 self._leave_forks()
-            if cache.told:
+            if cache.reports_requests:
                 if keep:
-                    cache.tree.policy.closed(self.id, self._hold, self.row, ended)
+                    cache.tree.policy.closed(self.id, self.hold, self.row, ended)
                 else:
                     cache.tree.policy.dropped(self.id)
             if cache.watch is not None and keep and self._shared > self.watched:
@@ -456,9 +454,9 @@ class Sequence:
             if len(self._table) > stored:
                 cache.pool.release(self._table.values[stored:])
             if keep:
-                cache.tree.release(self._hold)
+                cache.tree.release(self.hold)
             else:
-                stored -= cache.drop(self._hold, self._opened_pages)
+                stored -= cache.drop(self.hold, self._opened_pages)
             pending.end()
             if self.groups is not None:
                 self.groups.close()
@@ -476,7 +474,7 @@ class Sequence:
         assert published[: self._shared].all(), "a shared page is not in the index"
         assert not published[self._shared :].any(), "the index stores a page that is not held"
         assert len(table) == -(-len(self._tokens) // self._cache.page_size)
-        assert self._hold.end == self._shared or not self._shared
+        assert self.hold.end == self._shared or not self._shared
         self._pending.check()
 
     def __enter__(self) -> Self:
@@ -496,10 +494,3 @@ class Sequence:
             f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
-
-
-def _sharing(mine: PageArray, own: PageArray) -> int:
-    """Return how many of the pages ``own`` a fork has at the same index; at least one."""
-    sharing = common_length(mine, own)
-    assert sharing
-    return sharing

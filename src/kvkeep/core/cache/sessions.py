@@ -5,15 +5,14 @@ over: they are evicted first. Pages that a suspended session needs again are evi
 prompt matches, which pages may be evicted, and whether a request can be opened are the same with
 and without hints.
 
-`Node.owner` is the only session so far that has used a run; None stands for several users, or an
-unnamed one. It changes from an owner to None and never back, and whoever uses a run uses all runs
-before it:
+`Node.owner` is the only session so far that has used a run; None stands for several users, or a
+request without a session. It changes from an owner to None and never back. A use of a run is a use
+of all runs before it:
 
     root ── system prompt (None) ─┬─ A's first turn (A) ── A's second turn (A)
                                   └─ B's first turn (B)
 
-So an owner's runs are complete ends of branches, and marking all of them dead or awaited walks over
-these alone.
+So an owner's runs are complete ends of branches, and a hint changes these alone.
 """
 
 from __future__ import annotations
@@ -88,10 +87,11 @@ class Session:
     def suspend(self, eta: float) -> int:
         """Announce a pause, for a tool or a person, of at most ``eta`` seconds.
 
-        Until the session's next request, or the end of that time, its pages are evicted last, the
-        latest return first. ``eta`` is cut to an hour. When suspended sessions keep more than half
-        of the pool, those suspended longest ago are no longer awaited. Returns the session's own
-        pages that are kept. Raises `InvalidValue` unless ``eta`` is above 0.
+        Until the session's next request, or the end of that time, its pages are evicted last, those
+        of the latest return first. ``eta`` is cut to an hour. When suspended sessions keep more
+        than half of the pool, those suspended longest ago are no longer awaited. Returns the pages
+        that are kept and that only this session has used. Raises `InvalidValue` unless ``eta`` is
+        above 0.
         """
         seconds = number("eta", eta, "a number of seconds above 0", above=0)
         with self._lock:
@@ -131,7 +131,7 @@ class Owner:
 
 
 class Sessions(TreeObserver):
-    """All sessions of a cache; it follows the tree from the first request of a session on.
+    """All sessions of a cache. It observes the tree from the first request of a session on.
 
     Descendants of a dead run are dead. A use by another user walks up to the first run without an
     owner, so it visits each owned run once at most.
@@ -141,8 +141,8 @@ class Sessions(TreeObserver):
     forgotten. Holds no pages.
 
     Attributes:
-        owners: the sessions that are known.
-        follows: whether any request has named a session.
+        owners: the sessions, in the order in which they were last named.
+        observing: whether any request has named a session.
         num_dead: pages that are dead and still stored, those of rows and states included.
         awaited: pages of suspended sessions, and all pages before them.
     """
@@ -150,7 +150,7 @@ class Sessions(TreeObserver):
     def __init__(self, tree: Tree, num_pages: int, clock: Callable[[], float]) -> None:
         self.owners: OrderedDict[Key, Owner] = OrderedDict()
         self.most = _MOST_SESSIONS
-        self.follows = False
+        self.observing = False
         self.num_dead = 0
         self.awaited = Coverage(attrgetter("weight"))
         self._tree = tree
@@ -166,8 +166,8 @@ class Sessions(TreeObserver):
 
     def enter(self, key: Key) -> Owner:
         """Return the session of a request that begins."""
-        if not self.follows:
-            self.follows = True
+        if not self.observing:
+            self.observing = True
             self._tree.observe(self)
         owner = self.owners.get(key)
         if owner is None:
@@ -193,7 +193,7 @@ class Sessions(TreeObserver):
         self._suspended[owner] = None
         self._serial += 1
         heapq.heappush(self._returns, (owner.due, self._serial, owner))
-        self.evicting()
+        self.expire()
         return pages if owner in self._suspended else 0
 
     def close(self, key: Key) -> int:
@@ -208,7 +208,7 @@ class Sessions(TreeObserver):
         owner.ended = True
         return self.num_dead - before
 
-    def evicting(self) -> None:
+    def expire(self) -> None:
         """Stop waiting for sessions whose time is over, and for those beyond the share."""
         if not self._suspended:
             return
@@ -239,10 +239,10 @@ class Sessions(TreeObserver):
         self._deaths += 1
         return self._deaths
 
-    # --- what the tree tells ---------------------------------------------------------------------
+    # --- observer of the tree --------------------------------------------------------------------
 
     def used(self, node: Node, owner: Owner | None) -> None:
-        """Note that ``owner`` uses the path of ``node``; dead runs on it revive.
+        """Record that ``owner`` uses the path of ``node``; dead runs on it revive.
 
         Cost: up to the first run for which the use changes nothing.
         """
@@ -295,7 +295,7 @@ class Sessions(TreeObserver):
         leaf.owner = None
 
     def _share(self, node: Node) -> None:
-        """Note that another user uses ``node``, too."""
+        """Record that ``node`` has a second user."""
         owner: Owner = node.owner
         self._change(node, 0, None)
         del owner.nodes[node]
@@ -326,14 +326,14 @@ class Sessions(TreeObserver):
 
     def check(self, nodes: Sequence[Node]) -> None:
         """Recount everything from all nodes but the roots. Asserts."""
-        known = set(self.owners.values())
-        assert known.issuperset(self._suspended)
-        assert {owner for owner in known if owner.due is not None} == set(self._suspended)
+        owners = set(self.owners.values())
+        assert owners.issuperset(self._suspended)
+        assert {owner for owner in owners if owner.due is not None} == set(self._suspended)
         assert set(self._suspended) <= {
             owner for due, _, owner in self._returns if due == owner.due
         }
-        assert not any(owner.ended for owner in known)
-        assert len(known) <= self.most
+        assert not any(owner.ended for owner in owners)
+        assert len(owners) <= self.most
         for node in nodes:
             parent = node.parent
             assert parent is not None

@@ -243,19 +243,19 @@ class SequenceGroups:
     Attributes:
         position: tokens that are computed, or that the pass under way computes.
         state: int32 pool pages of the running state; None for a model without states.
-        row: the tokens of the sequence, which bound `reach`. Set by the cache.
+        tokens: those of the sequence, which bound `reach`. Set by the cache.
     """
 
     __slots__ = (
         "_board", "_closed", "_copies", "_last", "_mark", "_marked", "_offered", "_plan", "_rows",
-        "_size", "_unpublished", "position", "row", "state",
+        "_size", "_unpublished", "position", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, board: GroupBoard) -> None:
         self._board = board
         self._size = board.layout.page_size
         self.position = 0
-        self.row: Sized = ()
+        self.tokens: Sized = ()
         self.state: PageArray | None = None
         self._rows = RowTables(board.layout, board.rows)
         self._copies = WaitingCopies(board.rows)
@@ -322,7 +322,7 @@ class SequenceGroups:
         """
         with self._board.lock:
             self._check_open("prepare a pass of")
-            stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.row))
+            stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.tokens))
             self._check_made()
             self._copies.finish()
             self._rows.free(self.position if self._mark is None else min(self.position, self._mark))
@@ -342,7 +342,7 @@ class SequenceGroups:
         """
         with self._board.lock:
             self._check_open("load KV for")
-            name, last = "the position to load, in tokens,", len(self.row)
+            name, last = "the position to load, in tokens,", len(self.tokens)
             position = whole(name, position, min(self.position + 1, last), last)
             if position == self.position:
                 raise InvalidValue(f"{name} is {position}, and all {last} tokens are computed")
@@ -455,7 +455,7 @@ class SequenceGroups:
         ``cached`` pages of the ``prompt`` are cached in the layers that keep every token.
         """
         self.state = state
-        self.row = prompt
+        self.tokens = prompt
         self._offered = self._rows.length
         checkpoint = self._last
         if checkpoint is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
+from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.prefix.tree import Encoder, Tree
 from kvkeep.core.tokens import TOKEN_BYTES
 
@@ -21,16 +21,13 @@ class ChainIndex(Tree):
 
     A key covers all tokens before it, so equal keys are equal prefixes.
 
-    Memory: 32 bytes and 4 a page, and about 600 bytes a run; for paths that are kept joined
-    (`kvkeep.core.prefix.trails`) up to 72 bytes a page more. Cost: hashing, 0.4 µs a page once per
-    sequence, then a lookup at memory speed.
+    Memory: 36 bytes a page, and about 600 bytes a run; up to 72 bytes a page more for paths with a
+    trail (`kvkeep.core.prefix.trails`). Cost: hashing, 0.4 µs a page once per sequence, then a
+    lookup at memory speed.
     """
 
     name = "chain"
     exact = False
-
-    def _unit(self) -> int:
-        return KEY_BYTES
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder that computes each key of its sequence once."""

@@ -41,7 +41,7 @@ class _Mark:
 class Marks:
     """The marks of one cache.
 
-    A mark lives while a sequence has it (`marked`, `again`, `release`) or a stored page has it
+    A mark is in use while a sequence has it (`marked`, `retain`, `release`) or a stored page has it
     (`stored`, `forget`). So the table is as large as the cached extras, and a mark never stands for
     two contents at once. Ids count down from -1, and start again after 2³¹.
 
@@ -58,22 +58,22 @@ class Marks:
 
     # --- from extras to marks ----------------------------------------------------------------
 
-    def known(self, tokens: TokenArray, extras: Extras) -> TokenArray:
-        """Return the row with marks, up to the first token whose mark does not exist."""
+    def lookup(self, tokens: TokenArray, extras: Extras) -> TokenArray:
+        """Return the row with marks, up to the first token that has none yet. Changes nothing."""
         if not extras:
             return tokens
         row = tokens.copy()
         for position, digests in by_position(extras):
             if position >= len(row):
                 break
-            found = self._ids.get((int(tokens[position]), digests))
-            if found is None:
+            mark_id = self._ids.get((int(tokens[position]), digests))
+            if mark_id is None:
                 return row[:position]
-            row[position] = found
+            row[position] = mark_id
         return row
 
     def marked(self, tokens: TokenArray, extras: Extras) -> TokenArray:
-        """Return the row with marks, and count one use of each; makes missing ones."""
+        """Return the row with marks, and count one use of each. Missing marks are made."""
         if not extras:
             return tokens
         row = tokens.copy()
@@ -82,15 +82,15 @@ class Marks:
         return row
 
     def _use(self, content: tuple[int, tuple[bytes, ...]]) -> int:
-        found = self._ids.get(content)
-        if found is None:
+        mark_id = self._ids.get(content)
+        if mark_id is None:
             while self._next in self.living:
                 self._step()
-            found = self._ids[content] = self._next
-            self.living[found] = _Mark(*content, 0)
+            mark_id = self._ids[content] = self._next
+            self.living[mark_id] = _Mark(*content, 0)
             self._step()
-        self.living[found].uses += 1
-        return found
+        self.living[mark_id].uses += 1
+        return mark_id
 
     def _step(self) -> None:
         self._next = -1 if self._next == _LAST else self._next - 1
@@ -100,15 +100,15 @@ class Marks:
     def plain(self, row: TokenArray) -> tuple[TokenArray, Extras]:
         """Return the tokens of a row, and its extras without their bytes.
 
-        In a row that was read without the lock, marks may have ended since: the result ends before
-        the first of those.
+        The marks of a row that was read without the lock may be in use no more: the result ends
+        before the first of these.
         """
-        places = np.flatnonzero(row < 0) if self.living else ()
-        if not len(places):
+        positions = np.flatnonzero(row < 0) if self.living else ()
+        if not len(positions):
             return row, ()
         tokens = row.copy()
         extras: list[Extra] = []
-        for position in map(int, places):
+        for position in map(int, positions):
             mark = self.living.get(int(row[position]))
             if mark is None:
                 return tokens[:position], tuple(extras)
@@ -117,26 +117,26 @@ class Marks:
         return tokens, tuple(extras)
 
     def plain_bytes(self, symbols: bytes) -> bytes:
-        """Return the symbols of tokens as they are without their extras."""
+        """Return the symbols of the same tokens without extras."""
         return self.plain(np.frombuffer(symbols, TOKEN_DTYPE))[0].tobytes()
 
     # --- uses --------------------------------------------------------------------------------
 
-    def again(self, row: TokenArray) -> None:
+    def retain(self, row: TokenArray) -> None:
         """Count one more sequence that has this row."""
-        for found in row[row < 0].tolist():
-            self.living[found].uses += 1
+        for mark_id in row[row < 0].tolist():
+            self.living[mark_id].uses += 1
 
     def release(self, row: TokenArray) -> None:
         """Count one sequence fewer that has this row."""
         self._drop(row[row < 0].tolist())
 
     def _drop(self, ids: Iterable[int]) -> None:
-        for found in ids:
-            mark = self.living[found]
+        for mark_id in ids:
+            mark = self.living[mark_id]
             mark.uses -= 1
             if not mark.uses:
-                del self.living[found]
+                del self.living[mark_id]
                 del self._ids[mark.token, mark.digests]
 
     def stored(self, pages: PageArray, row: TokenArray) -> None:
@@ -144,11 +144,11 @@ class Marks:
         if not self.living:
             return
         size = len(row) // len(pages)
-        places = np.flatnonzero(row < 0)
-        for place in places.tolist():
-            page, found = int(pages[place // size]), int(row[place])
-            self._pages[page] = (*self._pages.get(page, ()), found)
-            self.living[found].uses += 1
+        positions = np.flatnonzero(row < 0)
+        for position in positions.tolist():
+            page, mark_id = int(pages[position // size]), int(row[position])
+            self._pages[page] = (*self._pages.get(page, ()), mark_id)
+            self.living[mark_id].uses += 1
 
     def forget(self, pages: PageArray) -> None:
         """Record that the index no longer stores these pages."""
@@ -161,20 +161,20 @@ class Marks:
         """Recount uses, given all stored pages and all rows of sequences. Asserts."""
         uses: dict[int, int] = {}
         for row in rows:
-            for found in row[row < 0].tolist():
-                uses[found] = uses.get(found, 0) + 1
+            for mark_id in row[row < 0].tolist():
+                uses[mark_id] = uses.get(mark_id, 0) + 1
         for page, ids in self._pages.items():
             assert page in stored, f"marks are kept of page {page}, which is not stored"
-            for found in ids:
-                uses[found] = uses.get(found, 0) + 1
-        assert uses == {found: mark.uses for found, mark in self.living.items()}
+            for mark_id in ids:
+                uses[mark_id] = uses.get(mark_id, 0) + 1
+        assert uses == {mark_id: mark.uses for mark_id, mark in self.living.items()}
         assert self._ids == {
-            (mark.token, mark.digests): found for found, mark in self.living.items()
+            (mark.token, mark.digests): mark_id for mark_id, mark in self.living.items()
         }
 
 
 class TokenRow(GrowingArray):
-    """Tokens in which marks stand for those with extras; it counts the uses of its marks.
+    """Tokens of a sequence, with marks for those with extras; it counts the uses of its marks.
 
     ``values`` is what the index compares. Thread safety: none; under the cache's lock.
     """
@@ -185,7 +185,7 @@ class TokenRow(GrowingArray):
         super().__init__(marks.marked(tokens, extras) if extras else tokens)
         self._marks = marks
         self._marked = bool(extras)
-        self._extras: Extras = ()  # of a row whose marks were released
+        self._extras: Extras = ()  # once its marks were released
 
     @property
     def tokens(self) -> TokenArray:
@@ -216,12 +216,12 @@ class TokenRow(GrowingArray):
         """Return a second row with the same tokens and marks."""
         other = type(self)(self._marks, self.values)
         if self._marked:
-            self._marks.again(self.values)
+            self._marks.retain(self.values)
             other._marked = True
         return other
 
     def release_marks(self) -> None:
-        """Replace the marks by plain tokens, so that the row can be read after they end."""
+        """Release the marks and put plain tokens in their place: the row stays readable."""
         if self._marked:
             tokens, extras = self.plain(self.values)
             self._marks.release(self.values)
@@ -230,7 +230,7 @@ class TokenRow(GrowingArray):
 
 
 class Border(NamedTuple):
-    """The end of a row's public part, in tokens; the ``salt`` of the private tokens behind."""
+    """The end of a row's public part, in tokens, and the salt of the private tokens behind it."""
 
     public: int
     page_size: int
@@ -240,8 +240,8 @@ class Border(NamedTuple):
 class SaltedRow(TokenRow):
     """A row with a public prefix: the first token of its first private page has a salt.
 
-    The public part ends at its border, and wherever the row is cut within it; tokens added
-    from there on are private. So whatever is added, no private token is in a page without salt.
+    The public part ends at its border, or where the row was cut before it; tokens added from there
+    on are private. So no private token is in a public page.
     """
 
     __slots__ = ("_border", "_private")
@@ -274,7 +274,7 @@ class SaltedRow(TokenRow):
         self._marked = self._marked or bool(extras)
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens; a page that keeps only some of them is private now."""
+        """Keep the first ``length`` tokens; a public page that loses some of its own is private."""
         super().cut(length)
         if length < self._private:
             at = self._private = length // self._border.page_size * self._border.page_size
@@ -288,6 +288,6 @@ class SaltedRow(TokenRow):
         border = self._border._replace(public=self._private)
         other = type(self)(self._marks, self.values, (), border)
         if self._marked:
-            self._marks.again(self.values)
+            self._marks.retain(self.values)
             other._marked = True
         return other

@@ -1,4 +1,4 @@
-"""`Node`: one run of pages in a prefix tree; `TreeObserver`: what is told of every change of it."""
+"""`Node`: one run of pages in a prefix tree; `TreeObserver`: is called at each change."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NONE = Namespace()
 
 
 class Entry:
-    """What may be evicted, as a policy sees it: a run of pages in a tree, or a block of a tier.
+    """A unit of eviction, as a policy sees it: a run of pages in a tree, or a block of a tier.
 
-    ``last_used`` and ``hits`` are kept by the tree, or the tier: a larger ``last_used`` is later,
-    and ``hits`` are the requests that reused the entry. ``rank`` is for the policy alone.
+    The tree or the tier sets ``last_used`` (larger is later) and ``hits`` (requests that reused the
+    entry). ``rank`` is for the policy alone.
     """
 
     __slots__ = (
@@ -33,23 +33,23 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.size = 0  # its pages; of a block, its bytes
+        self.size = 0  # pages of a run, or bytes of a block
         self.depth = 0  # pages before it
         self.last_used = 0
         self.hits = 0
-        self.priority = 0  # given by its caller
-        self.namespace: Namespace | None = None  # whose KV it is; None if nobody tells
+        self.priority = 0  # given by the request that published it
+        self.namespace: Namespace | None = None  # of its KV; None if unknown
         self.rank: Any = None
-        self.counted = 0  # of its size, what `kvkeep.core.eviction.shares` has counted
-        self.wait: Any = None  # of the conversation that ended here: `kvkeep.core.eviction.returns`
+        self.counted = 0  # the part of its size that `kvkeep.core.eviction.shares` has counted
+        self.wait: Any = None  # of a conversation that ended here: `kvkeep.core.eviction.returns`
         self.followers = 0  # waiting conversations whose runs behind this one were evicted
 
 
 class Node(Entry):
     """A run of pages and the symbols that they were computed from.
 
-    ``serial`` is unique in its tree and belongs to the *end* of the run, as holds and pins do: it
-    stays when the run grows, loses its tail, or is cut, where the new front gets a new serial.
+    ``serial`` is unique in its tree and belongs to the *end* of the run, as holds and pins do: the
+    run keeps it when it grows or loses its tail. If the run is cut, its front gets a new serial.
     ``hits`` counts the requests whose reuse ended here or in an evicted descendant; the requests
     that reused a run are its own hits and those of all its descendants, so a cut changes nothing.
     ``namespace`` is that of the root, except for private runs behind a public prefix
@@ -57,8 +57,22 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children", "died", "due", "end", "groups", "heads", "holders", "key", "owner", "pages",
-        "parent", "returns", "run", "serial", "spot", "trail",
+        "children",
+        "died",
+        "due",
+        "end",
+        "groups",
+        "heads",
+        "holders",
+        "key",
+        "owner",
+        "pages",
+        "parent",
+        "pin_set",
+        "returns",
+        "run",
+        "serial",
+        "trail",
     )  # fmt: skip
 
     namespace: Namespace
@@ -74,60 +88,60 @@ class Node(Entry):
         super().__init__()
         self.namespace = _NONE if parent is None else parent.namespace
         self.parent = parent
-        self.run = run  # symbols of all pages; a view of them and more once it lost its tail
+        self.run = run  # symbols of all pages; a view of longer bytes once it lost its tail
         self.key = bytes(run[:unit])  # symbols of the first page
         self.pages = pages
         self.size = len(pages)
         self.depth = 0 if parent is None else parent.end
         self.end: int = self.depth + self.size
         self.children: dict[bytes, Node] = {}
-        self.heads: Any = None  # the children's keys in order, from two children on: `Heads`
+        self.heads: Any = None  # `Heads`: the sorted keys of the children, if there are two or more
         self.holders = 0  # holds on this node, and children with holders
         self.serial = serial
-        self.trail: Any = None  # that has a copy of this run: `RunTrail`
-        self.owner: Any = None  # the only user so far, if known
-        # Hints of that user, see `Tree.enqueue`:
-        self.died = 0  # the number of its death, from 1 on; 0 while it lives
-        self.due: float | None = None  # when its owner expects to reuse it
+        self.trail: Any = None  # `RunTrail`: has a copy of this run
+        self.owner: Any = None  # its only user so far; None: several, or one without a name
+        # Hints of the owner, for `Tree.enqueue`:
+        self.died = 0  # the serial number of its death; 0 while it lives
+        self.due: float | None = None  # when the owner expects to reuse it
         # A slot for each observer:
-        self.spot: Any = None  # pins at its end: `kvkeep.core.cache.pins`
+        self.pin_set: Any = None  # pins at its end: `kvkeep.core.cache.pins`
         self.groups: Any = None  # rows and states beside its pages: `kvkeep.core.groups`
         self.returns: Any = None  # waits of evicted runs behind it: `kvkeep.core.eviction.returns`
 
     @property
-    def place(self) -> int | bytes:
-        """What stands for its end, also once it has left the tree: of a root, its namespace."""
+    def stable_id(self) -> int | bytes:
+        """An id of its end, also after it has left the tree; of a root, the namespace's key."""
         return self.serial if self.end else self.key
 
     @property
     def id(self) -> int:
-        """The id that maps show, by which users refer to the node; negative for a root."""
+        """The id that maps show and `PagedCache.node` takes; negative for a root."""
         return self.serial if self.end else -self.serial
 
     @property
     def in_tree(self) -> bool:
-        """Whether it is still in the tree; always true for a root."""
-        return self.parent is not None
+        """Whether it is still in the tree. A root that is removed stays a valid, empty path."""
+        return self.parent is not None or not self.end
 
     @property
     def pins(self) -> int:
         """Soft pins that end here."""
-        return 0 if self.spot is None else len(self.spot.soft)
+        return 0 if self.pin_set is None else len(self.pin_set.soft)
 
     @property
     def group_pages(self) -> int:
-        """Pool pages that are kept beside its own, of groups of layers."""
+        """Pool pages of rows and states that are stored beside its own pages."""
         pages: int = 0 if self.groups is None else self.groups.pages_beside(self)
         return pages
 
     @property
     def weight(self) -> int:
-        """All pool pages that it stores: its own, and those kept beside them."""
+        """All pool pages that it stores: its own, and those beside them."""
         return self.size if self.groups is None else self.size + self.group_pages
 
     @property
     def points(self) -> tuple[int, ...]:
-        """Its checkpoints, in pages of its path."""
+        """The positions of its checkpoints, in pages from the root."""
         points: tuple[int, ...] = () if self.groups is None else self.groups.points(self)
         return points
 
@@ -162,7 +176,7 @@ class Node(Entry):
         """
         self.leave_trail()
         keep = self.size - count
-        gone = self.pages[keep:]
+        removed = self.pages[keep:]
         self.pages = self.pages[:keep]
         self.size = keep
         self.end -= count
@@ -171,7 +185,7 @@ class Node(Entry):
         if isinstance(view.obj, bytes) and len(view.obj) > 2 * len(self.run):
             self.run = bytes(self.run)
             self.pages = self.pages.copy()
-        return gone
+        return removed
 
     def cut_off(self, upper: Node, unit: int) -> None:
         """Give the first pages to ``upper``, a new node that takes this node's place."""
@@ -212,7 +226,7 @@ class Node(Entry):
 
 
 class Root(Node):
-    """The start of all paths of one namespace: no pages, removed when it is empty."""
+    """The start of all paths of one namespace. It has no pages and is removed when it is empty."""
 
     __slots__ = ()
 
@@ -221,17 +235,12 @@ class Root(Node):
         self.namespace = namespace
         self.key = root_key(namespace)
 
-    @property
-    def in_tree(self) -> bool:
-        """Always true: a root that is removed stays a valid, empty path."""
-        return True
-
 
 class TreeObserver:
-    """Follows the runs of a tree; every method does nothing, and a tree calls those overridden.
+    """Follows the runs of a tree, which calls the methods that a subclass overrides.
 
-    Called in the middle of an operation and under the cache's lock: an observer must not change the
-    tree there, nor raise. Each keeps what it notes of a run in a slot of `Node`.
+    They are called in the middle of an operation and under the cache's lock: an observer must not
+    change the tree there, nor raise. What it records of a run is in a slot of `Node`.
     """
 
     def born(self, node: Node, pages: int) -> None:
@@ -250,24 +259,23 @@ class TreeObserver:
         """``leaf`` is about to lose its pages behind the first ``keep``, 1 at least."""
 
     def gone(self, leaf: Node, parent: Node) -> None:
-        """``leaf`` is about to leave the tree; it is in no queue. Its record goes to ``parent``."""
+        """``leaf`` is about to leave the tree; it is in no queue. ``parent`` inherits its hits."""
 
     def resized(self, node: Node, pages: int) -> None:
-        """So many ``pages`` more are kept beside those of ``node``, or less."""
+        """Rows and states beside the pages of ``node`` take ``pages`` more; fewer if negative."""
 
 
 class Coverage:
-    """The pages on the paths to marked runs, each counted once.
+    """The pages on the paths to a set of runs, each counted once.
 
-    A run is counted upwards only to the first run that is covered already, so a mark costs the
-    uncovered runs of its path. Thread safety: none; under the cache's lock. Memory: a dictionary
-    entry for each covered run.
+    `add` and `remove` walk up only to the first run that stays covered. Thread safety: none; under
+    the cache's lock. Memory: a dictionary entry for each covered run.
     """
 
     __slots__ = ("_counts", "_weigh", "num_pages")
 
     def __init__(self, weigh: Callable[[Node], int] = attrgetter("size")) -> None:
-        self._counts: dict[Node, int] = {}  # marks of a run, and its covered children
+        self._counts: dict[Node, int] = {}  # times that a run was added, and its covered children
         self._weigh = weigh
         self.num_pages = 0
 
@@ -275,7 +283,7 @@ class Coverage:
         return node in self._counts
 
     def add(self, node: Node) -> None:
-        """Mark ``node`` once more."""
+        """Cover the path to ``node``. Each call needs a `remove`."""
         counts = self._counts
         while node.parent is not None:
             count = counts.get(node, 0)
@@ -298,7 +306,7 @@ class Coverage:
             node = node.parent
 
     def more(self, node: Node) -> int:
-        """Return how many pages more a mark at ``node`` would cover."""
+        """Return how many more pages `add` would cover."""
         pages = 0
         while node.parent is not None and node not in self._counts:
             pages += self._weigh(node)
@@ -306,26 +314,26 @@ class Coverage:
         return pages
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Count for ``upper``, the new front of ``lower``; marks stay at the end."""
+        """Cover ``upper``, the new front of ``lower``, if ``lower`` is covered."""
         if lower in self._counts:
             self._counts[upper] = 1
 
     def joined(self, upper: Node) -> None:
-        """Forget ``upper``, which has no mark of its own: the run behind it takes its pages."""
+        """Forget ``upper``, which was not added itself: the run behind it takes its pages."""
         self._counts.pop(upper, None)
 
     def resized(self, node: Node, pages: int) -> None:
-        """Count ``pages`` more of a run, or less."""
+        """Count ``pages`` more of a run; fewer if negative."""
         if node in self._counts:
             self.num_pages += pages
 
-    def check(self, nodes: Iterable[Node], marks: Callable[[Node], int]) -> None:
-        """Recount from all nodes but the roots, with the ``marks`` of each. Asserts."""
+    def check(self, nodes: Iterable[Node], added: Callable[[Node], int]) -> None:
+        """Recount from all nodes but the roots, of which each was ``added`` so often. Asserts."""
         pages, covered = 0, 0
         for node in nodes:
             below = sum(child in self._counts for child in node.children.values())
             count = self._counts.get(node, 0)
-            assert count == marks(node) + below, f"wrong coverage: {node}"
+            assert count == added(node) + below, f"wrong coverage: {node}"
             pages += self._weigh(node) if count else 0
             covered += bool(count)
         assert covered == len(self._counts), "a run is covered that is not in the tree"
@@ -333,10 +341,7 @@ class Coverage:
 
 
 def path_pages(node: Node, start: int, stop: int) -> PageArray:
-    """Return the pages ``start`` … ``stop`` of the path to ``node``, which has as many.
-
-    Cost: the runs and trails of these pages.
-    """
+    """Return pages ``start`` … ``stop`` of the path to ``node``. Cost: their runs and trails."""
     parts: list[PageArray] = []
     while node.end > start and node.parent is not None:
         first: Node = node if node.trail is None else node.trail.nodes[0]
@@ -349,10 +354,7 @@ def path_pages(node: Node, start: int, stop: int) -> PageArray:
 
 
 def descend(root: Node) -> Iterator[tuple[Node, int]]:
-    """Yield ``root`` and all its descendants with their depth in nodes; parents first.
-
-    Children that were used most recently come first. No recursion.
-    """
+    """Yield ``root`` and its descendants with their depth in nodes: parents and late uses first."""
     stack = [(root, 0)]
     while stack:
         node, depth = stack.pop()

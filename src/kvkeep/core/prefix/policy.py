@@ -25,20 +25,20 @@ Age = TypeVar("Age", float, tuple[float, float])
 
 
 class EvictionPolicy(TreeObserver, ABC):
-    """Orders the entries that may be evicted: a user's policy needs the five abstract methods.
+    """Orders the entries that may be evicted. A policy needs the five abstract methods.
 
-    *Asked.* An entry is a candidate while it has no holders and no descendants: the tree `add`s it
-    when that begins and `discard`s it when that ends. `pop` names the next victim, and must name
-    one while there are candidates. The tree takes pages from the victim's tail, as many as it needs
-    (`portion` may allow fewer at a time); an entry that keeps some is `put_back`.
+    *Candidates.* An entry is a candidate while it has no holders and no descendants: the tree
+    `add`s it when that begins and `discard`s it when that ends. `pop` returns the next victim, one
+    while there are candidates. The tree removes pages from the victim's tail, as many as it needs
+    (`portion` may allow fewer at a time); an entry that keeps some is `put_back`. An entry that is
+    discarded and added again without a use keeps its place in the order.
 
-    *Told.* What happens to the runs of a cache, by the methods of `TreeObserver`, and to its
-    requests, by `opened` and `closed`. Recency, hits and priority need none of this: the tree keeps
-    them in the entry, and a run that is removed passes them to the run before it.
+    *Events.* A policy that needs them overrides methods of `TreeObserver`, for the runs of a cache,
+    and `opened`, `closed`, `forked` and `dropped`, for its requests. Recency, hits and priority
+    need no events: the tree sets them in the entry, and the run before a removed one inherits them.
 
-    The same policy orders blocks of a tier, which are told nothing. `Entry.rank` is the policy's
-    own. An entry's ``last_used``, ``hits`` and ``priority`` change only while it is no candidate,
-    its ``size`` at any time.
+    A policy for the blocks of a tier gets no events. An entry's ``last_used``, ``hits`` and
+    ``priority`` change only while it is no candidate, its ``size`` at any time.
 
     Thread safety: none; called under the cache's lock, in the middle of an operation that cannot be
     undone: no call raises. Each call should cost O(log n) at most.
@@ -47,7 +47,7 @@ class EvictionPolicy(TreeObserver, ABC):
     name: str
     _attached = False
 
-    # --- asked -----------------------------------------------------------------------------------
+    # --- candidates ------------------------------------------------------------------------------
 
     @abstractmethod
     def add(self, entry: Entry) -> None:
@@ -70,31 +70,25 @@ class EvictionPolicy(TreeObserver, ABC):
         """Return the number of candidates."""
 
     def portion(self, entry: Entry, most: int) -> int:
-        """Return how many pages of ``entry``, just popped, may go before the next `pop`.
-
-        From 1 to ``most``.
-        """
+        """Return how many pages of ``entry``, just popped, to remove now: 1 … ``most``."""
         del entry
         return most
 
     def least(self) -> float | None:
-        """Return what the next victim is worth, if policies of several tenants can compare it.
-
-        None: they compare the last uses of their candidates.
-        """
+        """Return the worth of the next victim, to compare tenants by; None: by its last use."""
         return None
 
     def describe(self, entry: Entry, moment: int) -> str:
-        """Return what ``entry`` is ranked by, in a few words, at ``moment`` of its tree's clock."""
+        """Return what orders ``entry``, in a few words; ``moment`` is the present `Tree.moment`."""
         return f"used {moment - entry.last_used} ago, {entry.hits} hits"
 
-    # --- told ------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def attach(self, tree: Any, clock: Callable[[], float]) -> None:
         """Begin to order the runs of ``tree``, once; ``clock`` gives seconds.
 
         Raises:
-            InvalidValue: it orders those of another tree.
+            InvalidValue: the policy orders the runs of another tree.
         """
         del tree, clock
         if self._attached:
@@ -102,7 +96,7 @@ class EvictionPolicy(TreeObserver, ABC):
         self._attached = True
 
     def join(self, first: Self) -> None:
-        """Learn together with ``first``: both order parts of one memory."""
+        """Share with ``first`` what both learn: they order parts of one memory."""
 
     def opened(
         self,
@@ -115,25 +109,25 @@ class EvictionPolicy(TreeObserver, ABC):
         """A prompt of ``tokens`` in ``namespace`` matches up to the end of ``node``.
 
         ``following`` returns the symbols of its next page, b"" if it has none. Returns the seconds
-        since the end of the conversation's last request, and its requests so far; None: unknown.
+        since the conversation's last request ended, and its requests so far; None if unknown.
         """
         return None
 
     def closed(self, request: Hashable, node: Node, row: npt.NDArray[Any], ended: Any) -> None:
-        """A request ended, of which ``node`` is the last run that stays.
+        """A request ended; its pages up to the end of ``node`` stay cached.
 
         ``row`` has the tokens of its prompt and its answer; ``ended`` says how it ended
-        (`kvkeep.core.returns.Ended`), None: nobody knows.
+        (`kvkeep.core.returns.Ended`), None if unknown.
         """
 
     def forked(self, request: Hashable, fork: Hashable) -> None:
-        """``fork`` goes on from where ``request`` is."""
+        """``fork`` has the same tokens as ``request`` so far."""
 
     def dropped(self, request: Hashable) -> None:
-        """A request ended, and nothing of it is kept."""
+        """A request ended, and the pages that it computed are dropped."""
 
     def check(self) -> None:
-        """Assert the invariants of what the policy keeps."""
+        """Assert the invariants of the policy's records."""
 
     def __repr__(self) -> str:
         return f"<{self.name} eviction, {len(self)} candidates>"
@@ -145,7 +139,7 @@ class AgeQueue(Generic[Age]):
     Most pushes have the largest age so far (the last used entry becomes evictable last) or the
     smallest (a parent whose last child was just evicted is about as old as that child). Both take
     O(1) at the ends of a linked list. Other entries go to a heap, at O(log n). An entry removed
-    from the heap leaves a dead item, which is dropped when it surfaces or when dead items prevail.
+    from the heap leaves a stale item, which is dropped at the top, or when most items are stale.
     """
 
     __slots__ = ("_between", "_heap", "_line", "_pushed")
@@ -153,7 +147,7 @@ class AgeQueue(Generic[Age]):
     def __init__(self) -> None:
         self._line: OrderedDict[Entry, Age] = OrderedDict()
         self._heap: list[tuple[Age, int, Entry]] = []
-        self._between: dict[Entry, int] = {}  # entry → the serial number of its living heap item
+        self._between: dict[Entry, int] = {}  # entry → serial number of its heap item
         self._pushed = 0
 
     def __len__(self) -> int:
@@ -235,22 +229,17 @@ class AgeQueue(Generic[Age]):
 
 
 class QueuePolicy(EvictionPolicy):
-    """A policy that one number expresses: the entry with the smallest `age` is evicted first."""
+    """Evicts the entry with the smallest `age`; among equals, the least recently used."""
 
     def __init__(self) -> None:
-        self._queue = AgeQueue[float]()
-        if type(self).pop is QueuePolicy.pop:  # a call less for each victim
-            self.pop = self._queue.pop  # type: ignore[method-assign]
+        self._queue = AgeQueue[tuple[float, float]]()
 
     @abstractmethod
     def age(self, entry: Entry) -> float:
-        """Return what orders ``entry`` among the candidates, as it is when it becomes one.
-
-        Among equal ages, an entry that was removed and added again comes last.
-        """
+        """Return the number that orders ``entry``. It is asked for when ``entry`` is added."""
 
     def add(self, entry: Entry) -> None:
-        self._queue.push(entry, self.age(entry))
+        self._queue.push(entry, (self.age(entry), entry.last_used))
 
     def discard(self, entry: Entry) -> None:
         self._queue.remove(entry)
@@ -259,19 +248,36 @@ class QueuePolicy(EvictionPolicy):
         return self._queue.pop()
 
     def put_back(self, entry: Entry) -> None:
-        self._queue.put_back(entry, self.age(entry))
+        self._queue.put_back(entry, (self.age(entry), entry.last_used))
 
     def __len__(self) -> int:
         return len(self._queue)
 
 
-class LRU(QueuePolicy):
+class LRU(EvictionPolicy):
     """Evicts the entry that was used least recently. A use of a prompt uses all its prefixes."""
 
     name = "lru"
 
-    def age(self, entry: Entry) -> float:
-        return entry.last_used
+    def __init__(self) -> None:
+        self._queue = AgeQueue[float]()
+        if type(self) is LRU:  # a call less for each victim, and for each entry that is held
+            self.pop, self.discard = self._queue.pop, self._queue.remove  # type: ignore[method-assign]
+
+    def add(self, entry: Entry) -> None:
+        self._queue.push(entry, entry.last_used)
+
+    def discard(self, entry: Entry) -> None:
+        self._queue.remove(entry)
+
+    def pop(self) -> Entry | None:
+        return self._queue.pop()
+
+    def put_back(self, entry: Entry) -> None:
+        self._queue.put_back(entry, entry.last_used)
+
+    def __len__(self) -> int:
+        return len(self._queue)
 
 
 class Priority(EvictionPolicy):

@@ -1,8 +1,8 @@
 """`Trails`: walks along the runs of a tree, and copies of long paths in one piece; `Heads`.
 
-A path of many short runs is kept joined a second time, as a *trail*: its symbols and pages in one
-piece each. So a prompt that was walked before is followed with one comparison, however its path was
-cut. `Heads` finds the child of a node whose first page shares most with a prompt.
+The symbols and pages of a path of many short runs are stored a second time, in one piece each: a
+*trail*. So a path that was walked before is matched with one comparison, however it was cut.
+`Heads` finds the child of a node whose first page has the longest common prefix with a prompt.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 _STEPS: Final = 8
-"""A walk of so many steps joins its path. A step takes about as long as 4 KiB of comparison."""
+"""Steps of a walk that joins its path. A step takes as long as a comparison of 4 KiB."""
 
-_SINGLE: Final = 8  # runs of a trail that a walk follows one by one before it looks for its place
-_MOST_MOVED: Final = 64  # nodes, for each step of a walk that takes fronts of trails over
+_SINGLE: Final = 8  # runs of a trail that a walk compares one by one, before it searches the trail
+_MOST_MOVED: Final = 64  # nodes that a join moves to another trail, for each step of its walk
 _end = attrgetter("end")
 
 _BLOCK = 512
@@ -54,7 +54,7 @@ def common_head(left: bytes, right: bytes) -> int:
 
 
 def stored_bytes(run: bytes | memoryview) -> bytes:
-    """Return the bytes that ``run`` is the first of: a run that lost its tail is a view of them."""
+    """Return the bytes that ``run`` is a prefix of: a run that lost its tail is a view of them."""
     if type(run) is bytes:
         return run
     stored = cast("memoryview", run).obj
@@ -63,9 +63,9 @@ def stored_bytes(run: bytes | memoryview) -> bytes:
 
 
 def common_bytes(part: memoryview, whole: bytes) -> int:
-    """Return how many leading bytes ``part``, of bytes, and ``whole`` share.
+    """Return how many leading bytes ``part`` and ``whole`` share.
 
-    Cost: 2 µs, and at most three passes over those.
+    ``part`` is a view of bytes. Cost: 2 µs, and at most three passes over the shared bytes.
     """
     length = min(len(part), len(whole))
     if length < len(whole) and whole.startswith(part):
@@ -90,9 +90,9 @@ def common_bytes(part: memoryview, whole: bytes) -> int:
 class Heads:
     """The keys of a node's children in lexicographic order.
 
-    The key that shares the longest head with a given one is its neighbour in this order. Keys lie
+    The key with the longest common prefix with a given one is its neighbour in this order. Keys lie
     in blocks of some hundred, so adding one moves few. Removals of children are not reported: a key
-    without a child is dropped when a search meets it. Once most keys have none, all are dropped.
+    without a child is dropped when a search meets it, and all of them once most keys have none.
 
     Cost: O(log n) comparisons to find and to add, amortised over removals.
     """
@@ -104,71 +104,71 @@ class Heads:
         self._last: list[bytes] = [b""]  # no key of block i is larger than _last[i]
         self._count = 0
 
-    def add(self, key: bytes, alive: Collection[bytes]) -> None:
-        """Add ``key``; ``alive`` are the children's present keys, this one among them."""
-        if self._count > 2 * len(alive) + _BLOCK:
-            self._rebuild(alive)
+    def add(self, key: bytes, present: Collection[bytes]) -> None:
+        """Add ``key``; ``present`` are the keys of all children, this one among them."""
+        if self._count > 2 * len(present) + _BLOCK:
+            self._rebuild(present)
         at = bisect_left(self._last, key)
         if at == len(self._blocks):
             at -= 1
             self._last[at] = key
         block = self._blocks[at]
-        place = bisect_left(block, key)
-        if place < len(block) and block[place] == key:
+        index = bisect_left(block, key)
+        if index < len(block) and block[index] == key:
             return  # a key that was removed, but not dropped yet, is added again
-        block.insert(place, key)
+        block.insert(index, key)
         self._count += 1
         if len(block) > 2 * _BLOCK:
             half = len(block) >> 1
             self._blocks[at : at + 1] = [block[:half], block[half:]]
             self._last.insert(at, block[half - 1])
 
-    def closest(self, key: bytes, alive: Collection[bytes]) -> tuple[bytes, int] | None:
-        """Return the living key with the longest head in common, and its length in bytes."""
+    def closest(self, key: bytes, present: Collection[bytes]) -> tuple[bytes, int] | None:
+        """Return the key of a child with the longest common prefix, and that length in bytes."""
         best: tuple[bytes, int] | None = None
         at = min(bisect_left(self._last, key), len(self._blocks) - 1)
-        place = bisect_left(self._blocks[at], key)
-        for neighbour in (self._after(at, place, alive), self._before(at, place, alive)):
+        index = bisect_left(self._blocks[at], key)
+        for neighbour in (self._after(at, index, present), self._before(at, index, present)):
             if neighbour is not None:
                 common = common_head(key, neighbour)
                 if best is None or common > best[1]:
                     best = neighbour, common
         return best
 
-    def _after(self, at: int, place: int, alive: Collection[bytes]) -> bytes | None:
+    def _after(self, at: int, index: int, present: Collection[bytes]) -> bytes | None:
         for block in self._blocks[at:]:
-            while place < len(block):
-                if block[place] in alive:
-                    return block[place]
-                del block[place]
+            while index < len(block):
+                if block[index] in present:
+                    return block[index]
+                del block[index]
                 self._count -= 1
-            place = 0
+            index = 0
         return None
 
-    def _before(self, at: int, place: int, alive: Collection[bytes]) -> bytes | None:
+    def _before(self, at: int, index: int, present: Collection[bytes]) -> bytes | None:
         block = self._blocks[at]
         while True:
-            while place > 0:
-                place -= 1
-                if block[place] in alive:
-                    return block[place]
-                del block[place]
+            while index > 0:
+                index -= 1
+                if block[index] in present:
+                    return block[index]
+                del block[index]
                 self._count -= 1
             if at == 0:
                 return None
             at -= 1
             block = self._blocks[at]
-            place = len(block)
+            index = len(block)
 
-    def _rebuild(self, alive: Collection[bytes]) -> None:
-        keys = [key for block in self._blocks for key in block if key in alive]
+    def _rebuild(self, present: Collection[bytes]) -> None:
+        keys = [key for block in self._blocks for key in block if key in present]
         self._blocks = [keys[i : i + _BLOCK] for i in range(0, len(keys), _BLOCK)] or [[]]
         self._last = [block[-1] if block else b"" for block in self._blocks]
         self._count = len(keys)
 
 
 def _goes_on(symbols: memoryview, run: bytes | memoryview, offset: int) -> bool:
-    """Whether ``symbols`` go on with ``run`` from ``offset`` on; copies neither."""
+    """Whether ``symbols`` continue with ``run`` at ``offset``; copies neither."""
     part = symbols[offset : offset + len(run)]
     return len(part) == len(run) and stored_bytes(run).startswith(part)
 
@@ -180,26 +180,23 @@ class PrefixMatch:
     pages: PageArray
     """The full pages, int32, in order."""
     end: Node
-    """The node in which the full pages end. For the index."""
-    taken: int
-    """Pages of ``end`` that match."""
-    more: int = field(default=0, repr=False)
-    """Bytes of symbols that agree beyond them, if the match ends inside ``end``. For the index."""
+    """The node in which the full pages end."""
+    end_pages: int
+    """Pages of ``end`` that match, from its first one on."""
+    more_bytes: int = field(default=0, repr=False)
+    """Bytes of symbols that match beyond the full pages, if the match ends inside ``end``."""
     partial_page: int = -1
     """The page of which only the first ``partial_tokens`` tokens match; -1 for none."""
     partial_tokens: int = 0
     source: Node | None = field(default=None, repr=False)
-    """The node that stores the partial page. For the index."""
+    """The node that stores the partial page."""
 
     def without_partial(self) -> PrefixMatch:
         """Return the same match without its partial page."""
-        return PrefixMatch(self.pages, self.end, self.taken, self.more)
+        return PrefixMatch(self.pages, self.end, self.end_pages, self.more_bytes)
 
     def node_at(self, page: int) -> Node:
-        """Return the node in which page ``page - 1`` lies, of the full pages that match.
-
-        Cost: the runs and trails behind it.
-        """
+        """Return the node of the ``page``-th full page, from 1. Cost: runs and trails behind it."""
         node = self.end
         while node.depth >= page:
             trail: RunTrail | None = node.trail
@@ -215,16 +212,9 @@ class PrefixMatch:
         node = self.node_at(pages)
         return PrefixMatch(self.pages[:pages], node, pages - node.depth)
 
-    def first_node(self, page: int = 0) -> Node | None:
-        """Return the node in which the path goes on behind page ``page``, where a run ends.
-
-        None if no full page behind it matches.
-        """
-        return self.node_at(page + 1) if len(self.pages) > page else None
-
 
 class RunTrail:
-    """The symbols and pages of consecutive runs, each the parent of the next, in one piece."""
+    """A copy of the symbols and pages of consecutive runs, each the parent of the next."""
 
     __slots__ = ("_trails", "nodes", "num_bytes", "pages", "run")
 
@@ -232,13 +222,13 @@ class RunTrail:
         self._trails = trails
         self.nodes = nodes
         self.run: bytes | memoryview = b""
-        """The symbols; a view of bytes that begin with them once the last runs have left."""
+        """The symbols; a view of longer bytes once runs have left at the end."""
         self.pages: PageArray
         self.num_bytes = 0
-        """Bytes that the symbols and pages take, up to twice as much as is used of them."""
+        """Memory of the symbols and pages: up to twice their size."""
 
     def put(self, symbols: bytes, pages: PageArray) -> None:
-        """Set what the nodes store, in memory that is the trail's own."""
+        """Set the symbols and pages of the nodes, copies that the trail alone refers to."""
         self.run, self.pages = symbols, pages
         self._count(len(symbols) + pages.nbytes)
 
@@ -252,31 +242,28 @@ class RunTrail:
         pages = self.nodes[count - 1].end - self.nodes[0].depth
         return bytes(self.run[pages * self._trails.unit :]), self.pages[pages:].copy()
 
-    def place(self, node: Node) -> int:
-        """Return the place of one of the nodes. Cost: O(log n)."""
+    def index(self, node: Node) -> int:
+        """Return the index of one of the nodes. Cost: O(log n)."""
         return bisect_left(self.nodes, node.end, key=_end)
 
     def at(self, end: int) -> Node:
-        """Return the node of the page before ``end``. Cost: O(log n)."""
+        """Return the node that stores the ``end``-th page of the path. Cost: O(log n)."""
         return self.nodes[bisect_left(self.nodes, end, key=_end)]
 
     def common(self, symbols: memoryview) -> tuple[Node, int, int]:
-        """Return how much of its front ``symbols`` begin with: the last node of it, and pages.
-
-        Also the bytes of symbols of one page more.
-        """
+        """Return the node where ``symbols`` differ, the full pages that match, and bytes beyond."""
         unit = self._trails.unit
         count, more = divmod(common_bytes(symbols[: len(self.run)], stored_bytes(self.run)), unit)
         return self.at(self.nodes[0].depth + count), count, more
 
     def cut_off(self, upper: Node, lower: Node) -> None:
-        """Record that ``upper`` takes the first pages of ``lower``, one of the nodes."""
-        self.nodes.insert(self.place(lower), upper)
+        """Record that ``upper`` takes the first pages of ``lower``, which is one of the nodes."""
+        self.nodes.insert(self.index(lower), upper)
         upper.trail = self
 
     def absorbed(self, upper: Node) -> None:
-        """Record that the node behind ``upper``, one of the nodes, takes its pages."""
-        del self.nodes[self.place(upper)]
+        """Record that the node behind ``upper``, one of the nodes, took its pages."""
+        del self.nodes[self.index(upper)]
         upper.trail = None
         if len(self.nodes) < 2:
             self.end()
@@ -294,7 +281,7 @@ class RunTrail:
             self.put(bytes(self.run), self.pages.copy())
 
     def behind(self, count: int) -> None:
-        """Take out the first ``count`` nodes. Cost: one copy of what follows them."""
+        """Take out the first ``count`` nodes. Cost: one copy of the rest."""
         if len(self.nodes) - count < 2:
             self.end()
             return
@@ -305,7 +292,7 @@ class RunTrail:
         self.put(symbols, pages)
 
     def end(self) -> None:
-        """End the trail: its nodes are in none."""
+        """Take out all nodes."""
         for node in self.nodes:
             node.trail = None
         self.nodes = []
@@ -320,41 +307,42 @@ class RunTrail:
 class Trails:
     """The trails of one tree, and walks along them.
 
-    ``steps`` is the number of steps from which a walk joins its path.
-
     Memory: `num_bytes`, at most twice the symbols and page ids (4 bytes each) of the runs in
     trails, and 8 bytes a run. Thread safety: none; used under the cache's lock.
     """
 
-    def __init__(self, unit: int, steps: int = _STEPS) -> None:
+    def __init__(self, unit: int) -> None:
         self.unit = unit
         """Bytes of symbols per page."""
-        self.steps = steps
+        self.steps = _STEPS
+        """A walk of so many steps joins its path."""
         self.num_bytes = 0
 
     def follow(  # noqa: PLR0912 - a call would take as long as a step
         self, start: Node, symbols: bytes | memoryview
     ) -> PrefixMatch:
-        """Return the full pages behind ``start`` that are stored of ``symbols``.
+        """Return the longest match of ``symbols`` behind ``start``.
 
         ``symbols`` are bytes; they are read and not kept. Changes no run, but may join the path.
         Cost: one dictionary probe and one memcmp per step, about 0.3 µs and 20 ps a byte; a path
-        that was walked before has few steps. Where a prompt leaves a trail, its first runs are
-        steps, and further ones together cost as much as some ten.
+        that was walked before has few steps. In a trail that matches in part, the first `_SINGLE`
+        runs are steps; all further ones together cost as much as about ten steps.
         """
         node, unit = start, self.unit
         offset = more = 0
         parts: list[PageArray] = []
-        left: RunTrail | None = None  # the prompt leaves it: where that begins, and parts before
-        begin = before = 0
+        partly: RunTrail | None = None  # the last trail that matches only in part
+        begin = before = 0  # the offset at which it begins, and the parts before it
         inside = 0  # parts that are not the first ones of their trails
-        alone = 0  # the first part behind the last trail that the prompt left
+        alone = 0  # the first part behind that trail
         if type(symbols) is bytes:
-            own, goes_on = symbols, symbols.startswith
+            whole, goes_on = symbols, symbols.startswith
         else:
-            own, goes_on = None, partial(_goes_on, memoryview(symbols))
+            whole, goes_on = None, partial(_goes_on, memoryview(symbols))
         while child := node.children.get(
-            bytes(symbols[offset : offset + unit]) if own is None else own[offset : offset + unit]
+            bytes(symbols[offset : offset + unit])
+            if whole is None
+            else whole[offset : offset + unit]
         ):
             trail = child.trail
             if trail is not None:
@@ -365,17 +353,17 @@ class Trails:
                         parts.append(trail.pages)
                         offset += len(run)
                         continue
-                    left, begin, before = trail, offset, len(parts)
+                    partly, begin, before = trail, offset, len(parts)
                     alone = before + 1
-                elif trail is left and left is not None:
+                elif trail is partly and partly is not None:
                     if len(parts) < before + _SINGLE:
                         inside, alone = inside + 1, alone + 1
                     else:
                         inside, alone = inside - _SINGLE + 1, before + 1
-                        node, count, more = left.common(memoryview(symbols)[begin:])
-                        parts[before:] = [left.pages[:count]]
-                        taken = node.size - (node.end - left.nodes[0].depth - count)
-                        if taken < node.size:
+                        node, count, more = partly.common(memoryview(symbols)[begin:])
+                        parts[before:] = [partly.pages[:count]]
+                        end_pages = node.size - (node.end - partly.nodes[0].depth - count)
+                        if end_pages < node.size:
                             break
                         offset, more = begin + count * unit, 0
                         continue
@@ -386,25 +374,25 @@ class Trails:
                 offset += len(run)
                 continue
             part = memoryview(symbols)[offset : offset + len(run)]
-            taken, more = divmod(common_bytes(part, stored_bytes(run)), unit)
+            end_pages, more = divmod(common_bytes(part, stored_bytes(run)), unit)
             node = child
-            parts.append(child.pages[:taken])
+            parts.append(child.pages[:end_pages])
             break
         else:
-            taken = node.size
+            end_pages = node.size
         if len(parts) - alone >= self.steps or len(parts) - inside >= 2 * self.steps:
-            self._join(node, taken)
-        return PrefixMatch(joined(parts), node, taken, more)
+            self._join(node, end_pages)
+        return PrefixMatch(joined(parts), node, end_pages, more)
 
-    def _join(self, end: Node, taken: int) -> None:
-        """Join the path to ``end``: what is behind the last trail that it left, or all of it.
+    def _join(self, end: Node, end_pages: int) -> None:
+        """Join the path to ``end``: the runs behind the last trail that matches in part, or all.
 
         A run that matches in part is left out if it is in no trail: it may be cut there soon, and
-        what is behind the cut is not on the path.
+        the pages behind the cut are not on the path.
         """
         pieces: list[RunTrail | Node] = []  # from the end up
-        left: dict[int, int] = {}  # of a trail left halfway: its place, and nodes used
-        node = end if taken == end.size or end.trail is not None else end.parent
+        fronts: dict[int, int] = {}  # index of a trail that matches in part → its nodes on the path
+        node = end if end_pages == end.size or end.trail is not None else end.parent
         while node is not None and node.parent is not None:
             trail = node.trail
             if trail is None:
@@ -412,33 +400,33 @@ class Trails:
                 node = node.parent
                 continue
             if pieces and trail.nodes[-1] is not node:
-                left[len(pieces)] = trail.place(node) + 1
+                fronts[len(pieces)] = trail.index(node) + 1
             pieces.append(trail)
             node = trail.nodes[0].parent
-        alone = next(iter(left), len(pieces))
+        alone = next(iter(fronts), len(pieces))
         if alone >= self.steps:
             self._merge(pieces[:alone], {})
         elif len(pieces) >= 2 * self.steps:
-            self._merge(pieces, left)
+            self._merge(pieces, fronts)
 
-    def _merge(self, pieces: list[RunTrail | Node], left: dict[int, int]) -> None:
+    def _merge(self, pieces: list[RunTrail | Node], fronts: dict[int, int]) -> None:
         """Make one trail of ``pieces``, from the end up, at least two.
 
-        ``left`` has the nodes to take of trails of which only the front is taken, by place. Nothing
-        is done if moving these would cost more than the walk did.
+        ``fronts`` has the number of nodes to take of trails whose front alone is on the path, by
+        the index of the piece. Nothing is done if moving nodes would cost more than the walk did.
 
-        The trail is kept that makes the fewest nodes change their trail, and only those are
-        visited: all that are not in it, and what is behind its own front.
+        One of the trails is extended: the one for which the fewest nodes move to another trail.
+        Only nodes that move are visited.
         """
         trails = [
-            (piece, left.get(at, len(piece.nodes)))
+            (piece, fronts.get(at, len(piece.nodes)))
             for at, piece in enumerate(pieces)
             if isinstance(piece, RunTrail)
         ]
         none = RunTrail(self, []), 0
-        kept, on_path = max([none, *trails], key=lambda one: 2 * one[1] - len(one[0].nodes))
-        changes = sum(count for _, count in trails) + len(kept.nodes) - 2 * on_path
-        if left and changes > _MOST_MOVED * len(pieces):
+        base, on_path = max([none, *trails], key=lambda pair: 2 * pair[1] - len(pair[0].nodes))
+        changes = sum(count for _, count in trails) + len(base.nodes) - 2 * on_path
+        if fronts and changes > _MOST_MOVED * len(pieces):
             return
         nodes: list[Node] = []
         moved: list[Node] = []
@@ -447,31 +435,27 @@ class Trails:
         for at in range(len(pieces) - 1, -1, -1):
             piece = pieces[at]
             if isinstance(piece, RunTrail):
-                count = left.get(at, len(piece.nodes))
-                own, (run, ids) = piece.nodes[:count], piece.front(count)
+                count = fronts.get(at, len(piece.nodes))
+                part, (run, ids) = piece.nodes[:count], piece.front(count)
             else:
-                own, run, ids = [piece], memoryview(piece.run), piece.pages
-            nodes += own
+                part, run, ids = [piece], memoryview(piece.run), piece.pages
+            nodes += part
             symbols.append(run)
             pages.append(ids)
-            if piece is not kept:
-                moved += own
+            if piece is not base:
+                moved += part
         path = b"".join(symbols), joined(pages)  # before any change: memory may be short
         for trail, count in trails:
-            if trail is not kept:
+            if trail is not base:
                 trail.behind(count)
-        if on_path < len(kept.nodes):
-            self._part(kept, on_path)
+        if on_path < len(base.nodes):
+            rest = base.nodes[on_path:]
+            tail = RunTrail(self, rest) if len(rest) > 1 else None
+            if tail is not None:
+                tail.put(*base.rest(on_path))
+            for node in rest:
+                node.trail = tail
         for node in moved:
-            node.trail = kept
-        kept.nodes = nodes
-        kept.put(*path)
-
-    def _part(self, trail: RunTrail, count: int) -> None:
-        """Put what is behind the first ``count`` nodes of a trail into one of its own."""
-        nodes = trail.nodes[count:]
-        rest = RunTrail(self, nodes) if len(nodes) > 1 else None
-        if rest is not None:
-            rest.put(*trail.rest(count))
-        for node in nodes:
-            node.trail = rest
+            node.trail = base
+        base.nodes = nodes
+        base.put(*path)

@@ -12,9 +12,9 @@ Three decisions make eviction cheap:
 - A hold is counted on its node and upwards only to the first ancestor that is held already. So
   a node with ``holders == 0`` can be evicted, and no path is walked twice.
 - Only leaves without holders are candidates; evicting one makes its parent the next. So tails are
-  evicted first, and nothing is ever searched.
-- A use is recorded where it ends, and passed to the parent when a child is evicted. So a use of a
-  long path does not walk it.
+  evicted first, and no victim is searched for.
+- A use is recorded where it ends, and its parent inherits it when the run is evicted. So a use of
+  a long path does not walk it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from kvkeep.core.keys import KEY_BYTES
 from kvkeep.core.pages.tables import joined
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, Root, TreeObserver, descend
@@ -52,8 +53,8 @@ _SHORT = 1 << 16  # bytes: steps along a copy are faster, and a copy takes less 
 class Encoder:
     """Turns the tokens of one sequence into the symbols that a tree compares: here, their bytes.
 
-    Tokens with extras are given as marks, negative ids of the tree's `Marks`. An encoder may
-    cache the symbols of leading pages, so `cut` must be called when their tokens change.
+    Marks, negative ids of the tree's `Marks`, stand for tokens with extras. An encoder may cache
+    the symbols of leading pages, so `cut` must be called before their tokens change.
     """
 
     __slots__ = ("_page_size",)
@@ -62,7 +63,7 @@ class Encoder:
         self._page_size = page_size
 
     def lookup(self, tokens: TokenArray) -> bytes | memoryview:
-        """Return the symbols to match for a prompt of these tokens, maybe in their own memory."""
+        """Return the symbols of a prompt, to match it; they may be a view of ``tokens``."""
         if tokens.nbytes <= _SHORT or not tokens.flags.c_contiguous:
             return tokens.tobytes()
         return tokens.view(np.uint8).data
@@ -91,19 +92,21 @@ class Inserted(NamedTuple):
 class Tree:
     """Finds the longest cached prefix of a prompt, and evicts what nothing holds.
 
-    The tree holds page ids and never touches tensors or reference counts: its owner retains the
-    pages it stores and releases those that `evict`, `drop`, `clear` and `evict_below` return. A
-    page is stored only while all pages before it are. Namespaces share nothing.
+    The tree holds page ids and never touches tensors or reference counts. `insert` takes over the
+    caller's references to the pages that it stores; `evict`, `drop`, `clear` and `evict_below`
+    return pages whose references the caller releases. A page is stored only while all pages before
+    it are. Namespaces share nothing.
 
-    A **hold** on the end of a path protects the path from eviction. `hold` and `again` give one,
-    `insert` and `move` move it, `release` and `drop` end it.
+    A **hold** is one count in `Node.holders` of the run where a path ends, and protects that path
+    from eviction; the methods take and return the run. `hold` and `retain` make a hold, `insert`
+    and `move` move it, `release` and `drop` end it. The **user** of a path is a session, or None.
 
-    Candidates for eviction are in one of four queues, evicted in this order: runs of users who are
-    gone (`Node.died`), those that the policy orders, those whose user is expected back
-    (`Node.due`), and those under soft pins (`Node.spot`).
+    Candidates for eviction are in four queues, which are emptied in this order: runs of users that
+    ended (`Node.died`), those that the policy orders, those whose user is expected back
+    (`Node.due`), and those under soft pins (`Node.pin_set`).
 
     Memory: 4 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of tokens
-    and pages again for paths that are kept joined (`kvkeep.core.prefix.trails`). Thread safety:
+    and pages again for paths with a trail (`kvkeep.core.prefix.trails`). Thread safety:
     none; used under the cache's lock.
 
     Args:
@@ -117,7 +120,7 @@ class Tree:
         roots: by namespace.
         num_pages: pages stored.
         num_evictable: pages without holds; those under soft pins count.
-        moment: the number of events so far, the clock of `Node.last_used`.
+        moment: the number of uses and inserts so far, the clock of `Node.last_used`.
     """
 
     name = "radix"
@@ -131,7 +134,7 @@ class Tree:
     ) -> None:
         self.page_size = page_size
         self.policy = policy
-        self.unit = self._unit()
+        self.unit = page_size * TOKEN_BYTES if self.exact else KEY_BYTES
         self._encoder = Encoder(page_size)
         self.marks = Marks()
         """The marks that stand for tokens with extras."""
@@ -157,27 +160,24 @@ class Tree:
         self.observe(policy)
         self._takes_all = type(policy).portion is EvictionPolicy.portion
 
-    def _unit(self) -> int:
-        return self.page_size * TOKEN_BYTES
-
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder for a new sequence in ``namespace``."""
-        del namespace  # all sequences have the same one: token bytes depend on nothing else
+        del namespace  # one encoder serves all sequences: token bytes depend on nothing else
         return self._encoder
 
     def observe(self, observer: TreeObserver) -> None:
-        """Tell ``observer`` of every change from now on."""
+        """Call the methods that ``observer`` overrides, from now on."""
         for name in ("born", "split", "joined", "used", "trimmed", "gone", "resized"):
             if getattr(type(observer), name) is not getattr(TreeObserver, name):
                 getattr(self, f"_{name}").append(getattr(observer, name))
 
     def resized(self, node: Node, pages: int) -> None:
-        """Tell observers that ``pages`` more are kept beside those of ``node``, or less."""
-        for tell in self._resized:
-            tell(node, pages)
+        """Call `TreeObserver.resized` of all observers."""
+        for notify in self._resized:
+            notify(node, pages)
 
     def root(self, namespace: Namespace) -> Root:
-        """Return the root of a namespace, made if there is none."""
+        """Return the root of a namespace. A missing one is made."""
         root = self.roots.get(namespace)
         if root is None:
             self._serial += 1
@@ -204,10 +204,10 @@ class Tree:
         if not self.exact:
             return match
         end = match.end
-        if match.taken < end.size:
-            tokens = match.more // TOKEN_BYTES
+        if match.end_pages < end.size:
+            tokens = match.more_bytes // TOKEN_BYTES
             if tokens:
-                match.partial_page = int(end.pages[match.taken])
+                match.partial_page = int(end.pages[match.end_pages])
                 match.partial_tokens = tokens
                 match.source = end
         elif end.children:
@@ -217,7 +217,7 @@ class Tree:
         return match
 
     def _match_head(self, head: bytes, match: PrefixMatch) -> None:
-        """Add the partial page: the first page of the child that shares most with ``head``."""
+        """Add the partial page: the first page of the child with the longest prefix of ``head``."""
         node = match.end
         if node.heads is None:
             (key,) = node.children
@@ -245,7 +245,7 @@ class Tree:
         while not held.holders and held.parent is not None:
             held = held.parent
         if held is not end:
-            count += end.depth + match.taken - held.end  # hold() splits the last run there
+            count += end.depth + match.end_pages - held.end  # hold() splits the last run there
         return count
 
     def hold(
@@ -258,16 +258,16 @@ class Tree:
     ) -> tuple[Node, Node | None]:
         """Hold the full pages of a match, and its partial page if it has one.
 
-        Return both holds. ``used`` counts as a hit on the full pages, by the user ``owner``. For
-        None, the hold is on the empty prefix of ``namespace``.
+        Return both holds. ``used`` counts a hit on the full pages, by the user ``owner``. If
+        ``match`` is None, the hold is on the root of ``namespace``.
         """
         if match is None:
             root = self.root(namespace)
             root.holders += 1
             return root, None
         end = match.end
-        if match.taken < end.size:
-            end = self.split(end, match.taken)
+        if match.end_pages < end.size:
+            end = self.split(end, match.end_pages)
         self._protect(end)
         if used:
             self.hit(end, owner)
@@ -282,10 +282,10 @@ class Tree:
         """Count a request that reuses the path of ``node``, which is no candidate."""
         self.moment += 1
         node.last_used = self.moment
-        if node.end:  # nothing is reused of a root
+        if node.end:  # a root has no pages
             node.hits += 1
-        for tell in self._used:
-            tell(node, owner)
+        for notify in self._used:
+            notify(node, owner)
 
     def touch(self, node: Node) -> None:
         """Count a use of the path of ``node`` without a request."""
@@ -309,8 +309,8 @@ class Tree:
             if not node.children:
                 self.dequeue(node)
 
-    def again(self, hold: Node) -> Node:
-        """Return a second hold on the same path, for a fork."""
+    def retain(self, hold: Node) -> Node:
+        """Make a second hold on the same path and return it."""
         hold.holders += 1
         return hold
 
@@ -341,7 +341,7 @@ class Tree:
     def move(self, hold: Node, path: Node, pages: int) -> Node:
         """Move a hold to the first ``pages`` pages of the path to ``path``; return it.
 
-        One of the two paths begins with the other.
+        One of the paths of ``hold`` and ``path`` begins with the other.
         """
         node = path
         while node.parent is not None and node.parent.end >= pages:
@@ -351,7 +351,7 @@ class Tree:
         return self._moved(hold, node)
 
     def _moved(self, hold: Node, node: Node) -> Node:
-        """Move one hold from ``hold`` to ``node``; the move is no use of either."""
+        """Move one hold from ``hold`` to ``node``, which counts no use."""
         if node is not hold:
             self._protect(node)
             self.release(hold, used=False)
@@ -366,7 +366,7 @@ class Tree:
 
     def enqueue(self, leaf: Node) -> None:
         """Make a leaf without holders a candidate."""
-        if leaf.spot is not None:
+        if leaf.pin_set is not None:
             self._pinned.push(leaf, leaf.last_used)
         elif leaf.died:
             self._hinted = True
@@ -379,7 +379,7 @@ class Tree:
 
     def dequeue(self, leaf: Node) -> None:
         """Undo `enqueue`; call it before the leaf's pins or hints change."""
-        if leaf.spot is not None:
+        if leaf.pin_set is not None:
             self._pinned.remove(leaf)
         elif leaf.died:
             self._dead.remove(leaf)
@@ -389,20 +389,20 @@ class Tree:
             self.policy.discard(leaf)
 
     def _put_back(self, leaf: Node) -> None:
-        """Make the victim, which lost only its tail, the next one of its queue."""
-        if leaf.spot is not None or leaf.died or leaf.due is not None:
+        """Make the victim, which lost only its tail, the next of its queue."""
+        if leaf.pin_set is not None or leaf.died or leaf.due is not None:
             self.enqueue(leaf)  # it is the oldest, so it comes first again
         else:
             self.policy.put_back(leaf)
 
     def _next(self) -> Node | None:
-        """Remove and return the next victim that is under no pin; None without any."""
+        """Remove and return the next victim without pins; None if there is none."""
         leaf = self._dead.pop() or self.policy.pop() or self._awaited.pop()
         return cast("Node | None", leaf)
 
     def _most(self, leaf: Node, most: int) -> int:
-        """Return how many pages of a victim may go before the next one is asked for."""
-        if leaf.spot is not None or leaf.died or leaf.due is not None:
+        """Return how many pages of a victim to remove before the next one is chosen."""
+        if leaf.pin_set is not None or leaf.died or leaf.due is not None:
             return most
         return self.policy.portion(leaf, most)
 
@@ -420,17 +420,21 @@ class Tree:
     ) -> Inserted:
         """Store ``pages`` after the path of ``hold`` and move the hold to their end.
 
-        ``owner`` is the user they are stored for, None for an unnamed one; ``namespace`` is
-        theirs, if not the path's.
+        Of these, pages that are stored already are not stored again (`Inserted.existing`).
+        ``owner`` is the user they are stored for; ``namespace`` is theirs, if not the path's.
         """
         assert len(symbols) == len(pages) * self.unit
         match = self.trails.follow(hold, symbols)
         existing = match.pages
         count = len(existing)
-        node = match.end if match.taken == match.end.size else self.split(match.end, match.taken)
-        if count or owner is None:
-            for tell in self._used:
-                tell(node, owner)
+        node = (
+            match.end
+            if match.end_pages == match.end.size
+            else self.split(match.end, match.end_pages)
+        )
+        if count:
+            for notify in self._used:
+                notify(node, owner)
         if count < len(pages):
             new = symbols[count * self.unit :], pages[count:]
             self.num_pages += len(pages) - count
@@ -440,11 +444,11 @@ class Tree:
             else:
                 node = self._append(node, *new, priority, owner=owner, namespace=namespace)
         self._moved(hold, node)
-        node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
+        node.priority = max(node.priority, priority)  # it is held, so in no queue
         return Inserted(node, existing)
 
     def _may_grow(self, node: Node, owner: Any, namespace: Namespace | None) -> bool:
-        """Whether a run, held by the publisher of pages behind it, is to take these."""
+        """Whether pages behind ``node``, which their publisher holds, are to extend its run."""
         return (
             node.holders == 1
             and not node.children
@@ -458,8 +462,8 @@ class Tree:
     def _stored(self, node: Node, pages: int) -> None:
         self.moment += 1
         node.last_used = self.moment
-        for tell in self._born:
-            tell(node, pages)
+        for notify in self._born:
+            notify(node, pages)
 
     def _append(
         self,
@@ -495,7 +499,7 @@ class Tree:
         return leaf
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a run before its page ``at``; return the new front, ``node`` remains the end."""
+        """Cut a run before its page ``at``; return the new front. ``node`` stays the end."""
         assert 0 < at < node.size
         self._serial += 1
         front = bytes(node.run[: at * self.unit])
@@ -505,16 +509,16 @@ class Tree:
         upper.died, upper.due = node.died, node.due
         upper.holders = 1 if node.holders else 0
         node.cut_off(upper, self.unit)
-        for tell in self._split:
-            tell(upper, node)
+        for notify in self._split:
+            notify(upper, node)
         return upper
 
     def _join(self, upper: Node) -> None:
-        """Undo a split that was made for a hold, which ended without a use.
+        """Join ``upper`` with its only child, if nothing distinguishes them.
 
-        Without this, most prompts that share a first token by chance would leave two runs each.
-        Runs are joined only where nothing distinguishes them: no hold, pin, hit, wait or owner of
-        the front alone. A longer run than `_GROW_PAGES` stays cut, to bound the bytes copied.
+        That undoes a split for a hold that ended without a use: else most prompts that share a
+        first token by chance would leave two runs each. The front alone must have no hold, pin,
+        hit, wait or owner. A run longer than `_GROW_PAGES` stays cut, to bound the bytes copied.
         """
         (lower,) = upper.children.values()
         if (
@@ -526,29 +530,28 @@ class Tree:
             or upper.priority > lower.priority
             or upper.owner is not lower.owner
             or (upper.died, upper.due) != (lower.died, lower.due)
-            or upper.spot is not None
+            or upper.pin_set is not None
             or upper.wait is not None
             or upper.returns is not None
             or (upper.namespace is not lower.namespace and upper.namespace != lower.namespace)
         ):
             return
         lower.absorb(upper)
-        for tell in self._joined:
-            tell(upper, lower)
+        for notify in self._joined:
+            notify(upper, lower)
 
     # --- removing ------------------------------------------------------------------------------
 
     def evict(self, count: int) -> PageArray:
         """Remove ``count`` pages, or all evictable ones if they are fewer; return their ids.
 
-        Pages go from the tails of the leaves that the queues name. Cost: about 1.5 µs a run,
-        whatever is stored.
+        Leaves lose their tails in the order of the queues. Cost: about 1.5 µs a run.
         """
         more = count = count if count < self.num_evictable else self.num_evictable
         freed: list[PageArray] = []
-        ask = self._next if self._hinted else self.policy.pop
+        pop = self._next if self._hinted else self.policy.pop
         while more:
-            leaf: Any = ask() or self._next() or self._pinned.pop()  # a Node, but for the type
+            leaf: Any = pop() or self._next() or self._pinned.pop()  # a Node, but for the type
             assert leaf is not None, "evictable pages that are in no queue"
             most = more if self._takes_all else self._most(leaf, more)
             if leaf.size > most:
@@ -568,24 +571,24 @@ class Tree:
     ) -> PageArray | None:
         """Remove pages of the next victim; return their ids, None if there is none.
 
-        ``choose(leaf, portion)`` returns how many pages to remove from its tail, given how many the
-        policy would; for 0 the leaf stays. With ``pinned``, of the leaves under soft pins.
+        ``choose(leaf, portion)`` returns how many pages to remove from its tail, 0 for none;
+        ``portion`` is the policy's number. ``pinned``: take the next victim under a soft pin.
         """
         leaf = cast("Node | None", self._pinned.pop()) if pinned else self._next()
         if leaf is None:
             return None
-        gone = self._cut_tail(leaf, choose(leaf, self._most(leaf, leaf.size)))
+        pages = self._cut_tail(leaf, choose(leaf, self._most(leaf, leaf.size)))
         if leaf.in_tree:
             self._put_back(leaf)
-        return gone
+        return pages
 
     def remove(self, leaf: Node, count: int) -> PageArray:
         """Remove the last ``count`` pages of a candidate, pinned or not."""
         self.dequeue(leaf)
-        gone = self._cut_tail(leaf, count)
+        pages = self._cut_tail(leaf, count)
         if leaf.in_tree:
             self.enqueue(leaf)
-        return gone
+        return pages
 
     def _cut_tail(self, leaf: Node, count: int) -> PageArray:
         """Remove the last ``count`` pages, at most all, of a leaf that is in no queue."""
@@ -598,16 +601,16 @@ class Tree:
         return leaf.pages
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
-        for tell in self._trimmed:
-            tell(leaf, leaf.size - count)
+        for notify in self._trimmed:
+            notify(leaf, leaf.size - count)
         return leaf.trim(count, self.unit)
 
     def _unlink(self, leaf: Node) -> None:
         """Remove a leaf that is in no queue; its parent may become a candidate."""
         parent = leaf.parent
         assert parent is not None
-        for tell in self._gone:
-            tell(leaf, parent)
+        for notify in self._gone:
+            notify(leaf, parent)
         if leaf.trail is not None:
             leaf.trail.leave(leaf)
         leaf.parent = None
@@ -627,11 +630,11 @@ class Tree:
             self.enqueue(parent)
 
     def drop(self, hold: Node, keep: int) -> PageArray:
-        """End a hold and remove its path beyond ``keep`` pages, as far as nothing else needs it."""
+        """End a hold; remove its path behind ``keep`` pages, up to what is held or pinned."""
         self.release(hold)
         freed: list[PageArray] = []
         node = hold
-        while node.end > keep and self.is_candidate(node) and node.spot is None:
+        while node.end > keep and self.is_candidate(node) and node.pin_set is None:
             parent = node.parent
             assert parent is not None
             freed.append(self.remove(node, min(node.size, node.end - keep)))
@@ -645,18 +648,18 @@ class Tree:
         return joined([self.evict_below(top) for top in self.tops(namespace)])
 
     def evict_below(self, node: Node) -> PageArray:
-        """Remove a run and all its descendants, pinned or not, except those that are held."""
-        children_first = [below for below, _ in descend(node)][::-1]
-        free = [each for each in children_first if not each.holders and each.parent is not None]
-        return joined([self.remove(below, below.size) for below in free])
+        """Remove a run and its descendants, pinned or not, except those on held paths."""
+        children_first = [run for run, _ in descend(node)][::-1]
+        free = [run for run in children_first if not run.holders and run.parent is not None]
+        return joined([self.remove(run, run.size) for run in free])
 
     # --- inspecting ----------------------------------------------------------------------------
 
     def tops(self, namespace: Namespace) -> list[Node]:
-        """Return the nodes in which the paths of ``namespace`` begin: its root, if there is one.
+        """Return the nodes in which the paths of ``namespace`` begin.
 
-        Also its private runs behind public prefixes. Cost: the public runs, and as many private
-        ones as follow them directly.
+        These are its root, if there is one, and its private runs behind public prefixes. Cost: the
+        public runs, and the private ones that follow them directly.
         """
         root = self.roots.get(namespace)
         starts: list[Node] = [] if root is None else [root]
@@ -706,9 +709,9 @@ class Tree:
         evictable = sum(node.size for node in nodes if not node.holders)
         assert evictable == self.num_evictable, (evictable, self.num_evictable)
         leaves = [node for node in nodes if self.is_candidate(node)]
-        pinned = [leaf for leaf in leaves if leaf.spot is not None]
-        dead = [leaf for leaf in leaves if leaf.spot is None and leaf.died]
-        awaited = [leaf for leaf in leaves if leaf.spot is None and leaf.due is not None]
+        pinned = [leaf for leaf in leaves if leaf.pin_set is not None]
+        dead = [leaf for leaf in leaves if leaf.pin_set is None and leaf.died]
+        awaited = [leaf for leaf in leaves if leaf.pin_set is None and leaf.due is not None]
         queues = len(self._pinned), len(self._dead), len(self._awaited)
         assert queues == (len(pinned), len(dead), len(awaited)), queues
         others = len(leaves) - sum(queues)

@@ -182,7 +182,7 @@ class SlotTree:
             handle.hold, _ = self.index.hold(match, handle.namespace, used=False)
             self._locked[handle] = None
         else:
-            self.index.again(handle.hold)
+            self.index.retain(handle.hold)
         handle.locks += 1
         return before - self.index.num_evictable
 
