@@ -54,6 +54,8 @@ class Query:
     """Of its tokens, for what it publishes."""
     symbols: bytes | memoryview = b""
     """What the index compares, once it was looked up."""
+    stop: int | None = None
+    """Where the lookup ended."""
 
 
 class Sequence:
@@ -363,6 +365,8 @@ class Sequence:
                 self._publish(self._shared, public)  # no run has public and private pages
             if self._shared < stop:
                 self._publish(self._shared, stop)
+                if length >= (stop + 1) * cache.page_size:  # a chunk of its prompt
+                    cache.misses.computes(self, self._hold, self.id, cache.sequences)
             if self.groups is not None and stop:
                 self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
             return min(self._shared * cache.page_size, length)

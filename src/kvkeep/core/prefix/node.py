@@ -58,7 +58,7 @@ class Node(Entry):
 
     __slots__ = (
         "children", "died", "due", "end", "groups", "heads", "holders", "key", "owner", "pages",
-        "parent", "returns", "run", "serial", "spot", "trail",
+        "parent", "place", "returns", "run", "serial", "spot", "trail",
     )  # fmt: skip
 
     namespace: Namespace
@@ -84,6 +84,8 @@ class Node(Entry):
         self.heads: Any = None  # the children's keys in order, from two children on: `Heads`
         self.holders = 0  # holds on this node, and children with holders
         self.serial = serial
+        self.place: int | bytes = serial
+        """What stands for its end: a new number once that was cut off; of a root, its namespace."""
         self.trail: Any = None  # that has a copy of this run: `RunTrail`
         self.owner: Any = None  # the only user so far, if known
         # Hints of that user, see `Tree.enqueue`:
@@ -93,11 +95,6 @@ class Node(Entry):
         self.spot: Any = None  # pins at its end: `kvkeep.core.cache.pins`
         self.groups: Any = None  # rows and states beside its pages: `kvkeep.core.groups`
         self.returns: Any = None  # waits of evicted runs behind it: `kvkeep.core.eviction.returns`
-
-    @property
-    def place(self) -> int | bytes:
-        """What stands for its end, also once it has left the tree: of a root, its namespace."""
-        return self.serial if self.end else self.key
 
     @property
     def id(self) -> int:
@@ -219,7 +216,7 @@ class Root(Node):
     def __init__(self, namespace: Namespace, serial: int) -> None:
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
-        self.key = root_key(namespace)
+        self.place = self.key = root_key(namespace)
 
     @property
     def in_tree(self) -> bool:

@@ -598,6 +598,8 @@ class Tree:
         return leaf.pages
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
+        self._serial += 1
+        leaf.place = self._serial
         for tell in self._trimmed:
             tell(leaf, leaf.size - count)
         return leaf.trim(count, self.unit)
