@@ -61,7 +61,10 @@ class Returned(NamedTuple):
     turns: int
 
 
-Cause = Literal["last token", "unseen", "differs", "evicted", "computing", "no state", "elsewhere"]
+Cause = Literal[
+    "last token", "part of a page", "unseen", "differs", "evicted", "computing", "no state",
+    "elsewhere",
+]  # fmt: skip
 """Why tokens of a prompt are computed; see `PrefixMiss`."""
 
 
@@ -72,15 +75,19 @@ class PrefixMiss(NamedTuple):
         cause: one of
 
             - "last token": all others are cached; this one is always computed, for its logits.
-            - "unseen": no prompt is known to have gone on like this.
-            - "differs": ``others`` cached prompts go on here, in another way.
+            - "part of a page": the rest is less than a page, where only full pages are reused: in a
+              "chain" index, and with groups of layers.
+            - "unseen": no prompt is known to have gone on like this. Behind public tokens,
+              those that went on in another way are not told of.
+            - "differs": the cached prompts go on in another way: ``others`` runs, behind the last
+              page that matches.
             - "evicted": the KV was cached, of a page at least. It was removed at ``at``, in seconds
               of the cache's clock, for the reason ``by``: "pressure", "asked", "dropped" or
               "cleared", as in `Evicted`.
             - "computing": the running sequence ``sequence`` has the same next page, and has not
               published it.
             - "no state": the KV up to token ``until`` is cached, but a window or a state is missing
-              there. The nearest place to go on is ``token``.
+              there, or there was no room beside it. The nearest place to go on is ``token``.
             - "elsewhere": the same tokens are cached in ``namespace``, which shares nothing with
               that of the prompt. Only told where it was asked for.
         token: tokens that need no computing.

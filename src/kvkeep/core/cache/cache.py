@@ -280,7 +280,7 @@ class PagedCache(CacheParts):
         """
         tokens, marks, match = query.tokens, self.tree.marks, None
         if self.reuse:
-            row = tokens[:stop]
+            row, query.stop = tokens[:stop], stop
             if query.extras:
                 row = marks.lookup(row, query.extras)
             query.encoder = self.tree.encoder(query.space)
@@ -305,7 +305,7 @@ class PagedCache(CacheParts):
         if resumed < len(query.tokens):
             miss = self._why(query, match, resumed)
             if everywhere and miss.cause in {"unseen", "differs", "evicted"}:
-                other = self.misses.elsewhere(match, query.tokens, query.space)
+                other = self.misses.elsewhere(match, query)
                 miss = (
                     miss if other is None else PrefixMiss("elsewhere", miss.token, namespace=other)
                 )
@@ -325,7 +325,10 @@ class PagedCache(CacheParts):
         stored = 0 if match is None else len(match.pages) * self.page_size
         if self.board is not None and cached < stored:
             return PrefixMiss("no state", cached, until=self._matched(match))
-        return self.misses.why(match, query.symbols, query.space, self.sequences)
+        full_only = self.board is not None or not self.tree.exact
+        if full_only and stored + self.page_size > len(query.tokens[: query.stop]):
+            return PrefixMiss("part of a page", cached)
+        return self.misses.why(match, query, cached, self.sequences)
 
     def _open(  # noqa: PLR0915 - one path, in order
         self, query: Query, priority: int, reserve: int, session: str | None
@@ -356,12 +359,8 @@ class PagedCache(CacheParts):
         sequence = Sequence(self, query, hold, owner, priority)
         shared = EMPTY_PAGES if match is None else match.pages
         sequence.num_cached, sequence.miss = cached, miss
-        key = query.symbols[hold.end * tree.unit : (hold.end + 1) * tree.unit]
-        if len(key) == tree.unit:
-            self.misses.computes(hold, bytes(key), sequence.id, self.sequences)
-        if (
-            self.reports_requests or self.watch is not None
-        ):  # before `take` evicts: they order eviction
+        if self.reports_requests or self.watch is not None:
+            # Before `take` evicts: they order eviction.
             self._report_opened(sequence, query, len(shared))
         table = self.pool.take(needed)
         if groups is not None:
@@ -379,6 +378,8 @@ class PagedCache(CacheParts):
             self.pool.retain_page(copy.src)
             self.counters.partial_hits += 1
         sequence.adopt(table, len(shared), copy, source)
+        if self.reuse and miss.cause != "last token":
+            self.misses.computes(query, hold, sequence.id, self.sequences)
         counters = self.counters
         counters.opened += 1
         counters.prompt_tokens += len(tokens)

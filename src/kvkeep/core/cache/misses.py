@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from kvkeep.core.events import PrefixMiss
-from kvkeep.core.keys import root_key
+from kvkeep.core.extras import extra_bytes, extras_between
+from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.core.prefix.node import TreeObserver
+from kvkeep.core.public import salt_of
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Mapping
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix import PrefixMatch, Tree
     from kvkeep.core.prefix.node import Node
-    from kvkeep.core.tokens import TokenArray
 
-    # `Node.stable_id` of a run, the pages up to its end, the symbols of the page behind it.
+    # `Node.stable_id` of a run, the pages up to its end, the content of the page behind it.
     Place = tuple[int | bytes, int, bytes]
     Removal = tuple[float, str]  # time and reason
 
@@ -28,10 +32,10 @@ _MOST: Final = 65_536
 class Misses(TreeObserver):
     """Remembers runs that were removed, and prompts that are computed, by where they begin.
 
-    That is the run before it, and the symbols of its first page. So one dictionary lookup says what
+    That is the run before it, and the content of its first page. So one dictionary lookup says what
     was there where a prompt leaves the tree. These are forgotten, and count as unseen: the oldest
-    half once the table is full, runs behind one that was removed and stored again, and, rarely,
-    those that began where runs were joined since.
+    half once the table is full, runs behind one that lost its tail, or was removed, and was stored
+    again, and, rarely, those that began where runs were joined, or grew, since.
 
     Thread safety: none; under the cache's lock. Memory: about 300 bytes for each of the latest
     65,536 runs at most, or as many as the cache has pages. Cost: 0.3 µs for each run that is
@@ -41,13 +45,14 @@ class Misses(TreeObserver):
     def __init__(self, tree: Tree, num_pages: int, clock: Callable[[], float]) -> None:
         self._tree = tree
         self._unit = tree.unit
+        self._marks = tree.marks
         self._clock = clock
         self._most = min(_MOST, num_pages) // 2 + 1
         # In two generations, so that the oldest half is forgotten at once.
         self._new: dict[Place, Removal] = {}
         self._old: dict[Place, Removal] = {}
         self._removal: Removal = (0.0, "asked")
-        self._computing: dict[Place, int] = {}  # sequences, of which some have ended
+        self._computing: dict[Place, int] = {}  # sequences, of which some are elsewhere by now
         tree.observe(self)
 
     def removing(self, by: str) -> None:
@@ -56,76 +61,106 @@ class Misses(TreeObserver):
         if len(self._new) > self._most:
             self._old, self._new = self._new, {}
 
-    def computes(self, node: Node, key: bytes, sequence: int, running: Collection[int]) -> None:
-        """Record that a sequence computes the page with the symbols ``key`` behind ``node``.
+    def computes(self, prompt: Any, hold: Node, sequence: int, running: Mapping[int, Any]) -> None:
+        """Record that a sequence computes the page of ``prompt`` behind ``hold``, if it is full.
 
         ``running`` has the sequences that are not closed.
         """
-        computing, place = self._computing, (node.stable_id, node.end, key)
-        if computing.get(place, 0) not in running:
-            computing[place] = sequence
-        if len(computing) > 2 * len(running) + 64:
-            self._computing = {at: each for at, each in computing.items() if each in running}
+        key = self._page(prompt, hold.end)
+        if key:
+            computing, place = self._computing, (hold.stable_id, hold.end, key)
+            if place not in computing or not self._computes(place, running):
+                computing[place] = sequence
+            if len(computing) > 2 * len(running) + 64:
+                there = (at for at in computing if self._computes(at, running))
+                self._computing = {at: computing[at] for at in there}
+
+    def _computes(self, place: Place, running: Mapping[int, Any]) -> int:
+        """Return the sequence that was recorded at ``place`` and is still there; 0 for none."""
+        sequence = running.get(self._computing.get(place, 0))
+        if sequence is None or (sequence.hold.stable_id, sequence.hold.end) != place[:2]:
+            return 0
+        there: int = sequence.id if self._page(sequence, place[1]) == place[2] else 0
+        return there
+
+    def _page(self, prompt: Any, at: int) -> bytes:
+        """Return the content of a page of a prompt or sequence; b"" if it is not full."""
+        size, tree, extras = self._tree.page_size, self._tree, prompt.extras
+        start, stop = at * size, (at + 1) * size
+        tokens: bytes = prompt.tokens[start:stop].tobytes()
+        if len(tokens) < size * TOKEN_BYTES:
+            return b""
+        if extras:
+            extras = extras_between(extras, start, stop)
+        if tree.exact:
+            return tokens + extra_bytes(extras) if extras else tokens
+        before = prompt.encoder.pages(prompt.tokens, at - 1, at) if at else root_key(prompt.space)
+        return chain_keys(before, tokens, len(tokens), extras)[0]
+
+    def _stored(self, symbols: bytes) -> bytes:
+        """Return the content of a stored page: what does not change with its marks."""
+        tree = self._tree
+        if not tree.exact or not tree.marks.living:
+            return symbols
+        tokens, extras = tree.marks.plain(np.frombuffer(symbols, TOKEN_DTYPE))
+        return tokens.tobytes() + extra_bytes(extras)
 
     # --- observer of the tree --------------------------------------------------------------------
 
     def gone(self, leaf: Node, parent: Node) -> None:
-        stable_id = parent.serial if parent.end else parent.key  # inlined: once per victim
-        self._new[stable_id, parent.end, leaf.key] = self._removal
+        key = self._stored(leaf.key) if self._marks.living else leaf.key
+        self._new[parent.stable_id, parent.end, key] = self._removal
 
     def trimmed(self, leaf: Node, keep: int) -> None:
         first = bytes(leaf.run[keep * self._unit : (keep + 1) * self._unit])
-        self._new[leaf.serial, leaf.depth + keep, first] = self._removal
+        self._new[leaf.stable_id, leaf.depth + keep, self._stored(first)] = self._removal
 
     # --- why -------------------------------------------------------------------------------------
 
     def why(
         self,
         match: PrefixMatch | None,
-        symbols: bytes | memoryview,
-        space: Namespace,
-        running: Collection[int],
+        query: Any,
+        token: int,
+        running: Mapping[int, Any],
     ) -> PrefixMiss:
-        """Return why a prompt is computed from the end of its match on.
+        """Return why a prompt is computed from ``token`` on, which is behind its match.
 
-        ``symbols`` are those of the prompt but for its last token, ``space`` is the namespace in
-        which it was looked up, and ``running`` has the sequences that are not closed.
+        ``running`` has the sequences that are not closed.
         """
-        unit, size = self._unit, self._tree.page_size
-        pages = 0 if match is None else len(match.pages)
-        token = pages * size + (0 if match is None else match.partial_tokens)
-        key = bytes(symbols[pages * unit : (pages + 1) * unit])
         if match is not None and match.end_pages < match.end.size:
             return PrefixMiss("differs", token, others=1)
-        place = (root_key(space) if match is None else match.end.stable_id, pages, key)
-        sequence = self._computing.get(place)
-        if sequence is not None and sequence in running:
+        pages = 0 if match is None else match.end.end
+        end = root_key(query.space) if match is None else match.end.stable_id
+        place = end, pages, self._page(query, pages)
+        sequence = self._computes(place, running)
+        if sequence:
             return PrefixMiss("computing", token, sequence=sequence)
         removal = self._new.get(place) or self._old.get(place)
         if removal is not None:
             return PrefixMiss("evicted", token, at=removal[0], by=removal[1])
-        children = 0 if match is None else len(match.end.children)
-        return PrefixMiss("differs" if children else "unseen", token, others=children)
+        # Private runs behind public ones are those of all tenants.
+        others = 0 if match is None or match.end.namespace.scope else len(match.end.children)
+        return PrefixMiss("differs" if others else "unseen", token, others=others)
 
-    def elsewhere(
-        self, match: PrefixMatch | None, tokens: TokenArray, space: Namespace
-    ) -> Namespace | None:
-        """Return another namespace that has the next page of these ``tokens``; None if none has.
+    def elsewhere(self, match: PrefixMatch | None, query: Any) -> Namespace | None:
+        """Return another namespace that has the next page of a prompt; None: no other.
 
-        Only for the first page of a prompt, and for the first one behind a public prefix. Cost: a
-        probe for each namespace, or for each run behind the public prefix.
+        Of the KV behind a public prefix, whose it is. Cost: a walk for each namespace, or a probe
+        for each run behind the public prefix.
         """
-        size, marks = self._tree.page_size, self._tree.marks
-        pages = 0 if match is None else len(match.pages)
-        wanted = tokens[pages * size : (pages + 1) * size].tobytes()
-        if not self._tree.exact or len(wanted) < self._tree.unit:
+        tree, pages = self._tree, 0 if match is None else len(match.pages)
+        page = self._page(query, pages)
+        if not tree.exact or not page:
             return None
-        if not pages:
-            others = (other for other, root in self._tree.roots.items() if wanted in root.children)
-            return next((other for other in others if other != space), None)
-        assert match is not None
-        if match.end_pages == match.end.size and match.end.namespace.scope:
+        for other, root in tree.roots.items():
+            if other not in {query.space, query.namespace}:
+                found = tree.trails.follow(root, query.symbols)
+                if len(found.pages) > pages:
+                    return other
+        if match is not None and match.end_pages == match.end.size and match.end.namespace.scope:
             for child in match.end.children.values():
-                if not child.namespace.scope and marks.plain_bytes(child.key) == wanted:
+                salts = salt_of(query.namespace), salt_of(child.namespace)
+                if self._stored(child.key) == page.replace(*salts):
                     return child.namespace
         return None

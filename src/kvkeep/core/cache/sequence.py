@@ -54,6 +54,8 @@ class Query:
     """That of a sequence with these tokens, once they were looked up."""
     symbols: bytes | memoryview = b""
     """The symbols that were looked up."""
+    stop: int | None = None
+    """Where the lookup ended."""
 
 
 class Sequence:
@@ -360,6 +362,8 @@ class Sequence:
                 self._publish(self._shared, public)  # no run has public and private pages
             if self._shared < stop:
                 self._publish(self._shared, stop)
+                if length >= (stop + 1) * cache.page_size:  # a chunk of its prompt
+                    cache.misses.computes(self, self.hold, self.id, cache.sequences)
             if self.groups is not None and stop:
                 self.groups.published(self._table.values[: min(stop, self._shared)], self.id)
             return min(self._shared * cache.page_size, length)

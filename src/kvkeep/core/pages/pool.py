@@ -39,7 +39,7 @@ class PagePool:
         self.num_pages = whole("num_pages", num_pages, 1, 2**31 - 1)
         self._make_room = make_room
         self.references = np.zeros(self.num_pages, np.int32)
-        self._counts = memoryview(self.references)  # reads and writes one of them in half the time
+        self._counts = self.references.data  # reads and writes one of them in half the time
         # A ring: the free pages are the num_free entries from _head on, oldest first.
         self._ring = np.arange(self.num_pages, dtype=np.int32)
         self._head = 0

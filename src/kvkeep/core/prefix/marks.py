@@ -16,7 +16,6 @@ import numpy as np
 from kvkeep.core.events import frozen
 from kvkeep.core.extras import Extra, by_position
 from kvkeep.core.pages import GrowingArray
-from kvkeep.core.tokens import TOKEN_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,10 +114,6 @@ class Marks:
             tokens[position] = mark.token
             extras += [Extra(position, digest) for digest in mark.digests]
         return tokens, tuple(extras)
-
-    def plain_bytes(self, symbols: bytes) -> bytes:
-        """Return the symbols of the same tokens without extras."""
-        return self.plain(np.frombuffer(symbols, TOKEN_DTYPE))[0].tobytes()
 
     # --- uses --------------------------------------------------------------------------------
 

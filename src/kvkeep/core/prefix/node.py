@@ -57,22 +57,8 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children",
-        "died",
-        "due",
-        "end",
-        "groups",
-        "heads",
-        "holders",
-        "key",
-        "owner",
-        "pages",
-        "parent",
-        "pin_set",
-        "returns",
-        "run",
-        "serial",
-        "trail",
+        "children", "died", "due", "end", "groups", "heads", "holders", "key", "owner", "pages",
+        "parent", "pin_set", "returns", "run", "serial", "stable_id", "trail",
     )  # fmt: skip
 
     namespace: Namespace
@@ -98,6 +84,8 @@ class Node(Entry):
         self.heads: Any = None  # `Heads`: the sorted keys of the children, if there are two or more
         self.holders = 0  # holds on this node, and children with holders
         self.serial = serial
+        self.stable_id: int | bytes = serial
+        """An id of its end, new once that was cut off; of a root, the namespace's key."""
         self.trail: Any = None  # `RunTrail`: has a copy of this run
         self.owner: Any = None  # its only user so far; None: several, or one without a name
         # Hints of the owner, for `Tree.enqueue`:
@@ -107,11 +95,6 @@ class Node(Entry):
         self.pin_set: Any = None  # pins at its end: `kvkeep.core.cache.pins`
         self.groups: Any = None  # rows and states beside its pages: `kvkeep.core.groups`
         self.returns: Any = None  # waits of evicted runs behind it: `kvkeep.core.eviction.returns`
-
-    @property
-    def stable_id(self) -> int | bytes:
-        """An id of its end, also after it has left the tree; of a root, the namespace's key."""
-        return self.serial if self.end else self.key
 
     @property
     def id(self) -> int:
@@ -233,7 +216,7 @@ class Root(Node):
     def __init__(self, namespace: Namespace, serial: int) -> None:
         super().__init__(None, b"", EMPTY_PAGES, 0, serial)
         self.namespace = namespace
-        self.key = root_key(namespace)
+        self.stable_id = self.key = root_key(namespace)
 
 
 class TreeObserver:

@@ -601,6 +601,8 @@ class Tree:
         return leaf.pages
 
     def _trim(self, leaf: Node, count: int) -> PageArray:
+        self._serial += 1
+        leaf.stable_id = self._serial
         for notify in self._trimmed:
             notify(leaf, leaf.size - count)
         return leaf.trim(count, self.unit)
