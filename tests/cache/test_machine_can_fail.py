@@ -134,7 +134,7 @@ def evicts_what_is_held(patch: Patch) -> None:
 
 
 def a_fork_holds_nothing(patch: Patch) -> None:
-    patch.setattr(Tree, "again", lambda self, hold: hold)
+    patch.setattr(Tree, "retain", lambda self, hold: hold)
 
 
 def a_match_is_not_held(patch: Patch) -> None:
