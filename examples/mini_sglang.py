@@ -159,7 +159,7 @@ class PrefixCache:
             handle.pages = found.pages
             handle.hold, _ = self._index.hold(found, _ONE, used=handle.found)
         else:
-            self._index.again(handle.hold)
+            self._index.retain(handle.hold)
         handle.locks += 1
         self._locked[handle.hold] += 1
 
