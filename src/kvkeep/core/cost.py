@@ -700,6 +700,7 @@ class CostModel:
         are learned anew; they are not saved if there can be no such folder, or if the file is of
         another version of the format: that stays as it is.
         """
+        keeps = True
         try:
             if not strict:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -714,13 +715,15 @@ class CostModel:
         except (OSError, InvalidValue) as error:
             if strict:
                 raise
-            cost = cls(model=model)
-            if isinstance(error, OSError | OtherCostVersion):
-                log.warning("costs are not kept: %s: %s", path, reason(error))
-                yield cost
-                return
-            log.warning("costs are learned anew: %s", error)
+            cost = cls()
+            made = isinstance(error, InvalidValue)
+            keeps = made and not isinstance(error, OtherCostVersion)
+            why = error if made else f"cannot make {path.parent}: {reason(error)}"
+            log.warning("costs are %s: %s", "learned anew" if keeps else "not kept", why)
         cost.model = model
+        if not keeps:
+            yield cost
+            return
         ended = threading.Event()
         thread = threading.Thread(
             target=cost._save, args=(path, every_s, ended), name="kvkeep costs", daemon=True
