@@ -184,17 +184,14 @@ class MissRatioCurve:
         distances = begun - before - 1 - _moved(before, begun)
         return np.where(before == _NEW, np.inf, distances)[mirror]
 
-    def hit_rate(self, capacity: float, namespace: NamespaceLike | None = None) -> float:
-        """Return the hit rate, 0 … 1, of a memory of ``capacity`` blocks.
-
-        For one namespace's prompts, or for all. 0 if nothing was requested.
-        """
-        return self.curve((capacity,), namespace)[0]
-
     def curve(
         self, capacities: Sequence[float], namespace: NamespaceLike | None = None
     ) -> list[float]:
-        """Return `hit_rate` at each capacity. Cost: about 0.2 ms, whatever their number."""
+        """Return the hit rates, 0 … 1, of memories of ``capacities`` blocks.
+
+        For one namespace's prompts, or for all. 0 if nothing was requested. Cost: about 0.2 ms,
+        whatever their number.
+        """
         wanted = np.asarray(capacities, np.float64)
         if wanted.ndim != 1 or not ((wanted >= 0) & (wanted <= self.most_blocks)).all():
             raise InvalidValue(
@@ -233,11 +230,6 @@ class MissRatioCurve:
         """Blocks requested so far."""
         self.settle()
         return int(self._counts[:, 2].sum())
-
-    @property
-    def namespaces(self) -> list[Namespace]:
-        """The namespaces that have a separate curve."""
-        return list(self._places)
 
     def check(self) -> None:
         """Assert the invariants of the stack."""

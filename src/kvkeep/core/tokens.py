@@ -24,7 +24,6 @@ __all__ = [
 
 TOKEN_DTYPE = np.dtype("<i4")
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
-_DLPACK_CPU = 1
 _FIRST_STEP = 256
 _FEW = 16  # up to so many tokens, a Python loop is faster than a NumPy call
 _TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
@@ -33,11 +32,10 @@ _TOKEN_MAX = np.iinfo(TOKEN_DTYPE).max
 def as_tokens(tokens: TokensLike) -> TokenArray:
     """Return ``tokens`` as a 1-D int32 array, without a copy if they lie in memory as int32.
 
-    Takes a NumPy array, an ``array.array`` or a typed ``memoryview``, a CPU tensor or another
-    object with ``__array__`` or DLPack, a list or a tuple; a tensor on another device that has
-    ``cpu()`` (torch's); and ``bytes``, ``bytearray`` or a ``memoryview`` of bytes, read as int32 in
-    little-endian order. Raises `InvalidValue` for other shapes, other types, and ids outside
-    0 … 2³¹-1.
+    Takes a NumPy array, an ``array.array`` or a typed ``memoryview``, a tensor of any device that
+    has ``cpu()`` (torch's) or another object with ``__array__`` or DLPack, a list or a tuple; and
+    ``bytes``, ``bytearray`` or a ``memoryview`` of bytes, read as int32 in little-endian order.
+    Raises `InvalidValue` for other shapes, other types, and ids outside 0 … 2³¹-1.
 
     Cost of 32,768 tokens: int32 one pass to check the range (2 µs), int64 a copy besides (10 µs), a
     list 0.2 ms. A tensor on a GPU is copied to the host, and the caller waits for everything queued
@@ -127,17 +125,14 @@ def _from_objects(tokens: Any) -> npt.NDArray[Any]:
         return _from_bytes(memoryview(tokens))
     if isinstance(tokens, memoryview) and tokens.format == "B":
         return _from_bytes(tokens)
-    if isinstance(tokens, np.ndarray):  # of a subclass
-        return _unmasked(tokens)
-    tokens = _on_host(tokens)  # its errors have messages of their own
-    return _as_array(tokens)
-
-
-def _unmasked(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array itself of an array of a subclass; refuse masked values, which are no ids."""
-    if np.ma.is_masked(tokens):
+    if isinstance(tokens, np.ndarray) and np.ma.is_masked(tokens):
         raise InvalidValue("tokens have masked values; pass the ids alone: tokens.compressed()")
-    return np.asarray(tokens)
+    if hasattr(tokens, "cpu"):
+        try:
+            tokens = tokens.cpu()  # other errors are those of the device
+        except NotImplementedError as error:  # torch's, of a tensor without values
+            raise InvalidValue(f"tokens cannot be read as one row of ids: {error}") from error
+    return _as_array(tokens)
 
 
 def _as_array(tokens: Any) -> npt.NDArray[Any]:
@@ -175,31 +170,6 @@ def _from_bytes(data: memoryview) -> npt.NDArray[Any]:
             "another type: memoryview(data).cast('q') for int64"
         )
     return np.frombuffer(data, TOKEN_DTYPE)
-
-
-def _on_host(tokens: Any) -> Any:
-    """Return a tensor of another device as one on the host, by its ``cpu()``; all else as it is.
-
-    The device is read from ``__dlpack_device__``, so no library is imported.
-    """
-    device = getattr(tokens, "__dlpack_device__", None)
-    if device is None:
-        return tokens
-    try:
-        kind = int(device()[0])
-    except Exception as error:
-        raise InvalidValue(
-            f"tokens are a {type(tokens).__name__} whose device cannot be read: {error}"
-        ) from error
-    if kind == _DLPACK_CPU:
-        return tokens
-    to_host = getattr(tokens, "cpu", None)
-    if not callable(to_host):
-        raise InvalidValue(
-            f"tokens are a {type(tokens).__name__} on a device (DLPack type {kind}) and have no "
-            "cpu(); copy them to the host first"
-        )
-    return to_host()
 
 
 def _refuse_range(array: npt.NDArray[np.generic]) -> None:
