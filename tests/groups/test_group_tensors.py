@@ -112,8 +112,7 @@ def test_states_and_rows_are_copied_as_the_cache_asks(memory: GroupedTensors) ->
     fork = second.fork()
     memory.copy(second.groups.copies())
     fork.append([7])
-    fork.groups.reach(11)
-    (copy,) = fork.groups.copies()
+    (copy,) = fork.groups.reach(11)
     memory.copy([copy])
     table = fork.groups.tables[0][2:3, part.page]
     assert table[0] != row

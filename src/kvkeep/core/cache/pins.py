@@ -145,7 +145,7 @@ class Pins(TreeObserver):
             needed = self.num_hard_pages + self.kept.more(hold) + len({*beside} - {*self._beside})
             if needed > self.hard_budget:
                 if groups is not None and self.groups is not None:
-                    self.groups.rows.release(groups)
+                    self.groups.release(groups)
                 raise InvalidValue(
                     f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                     "unpin something, pin softly, or give the cache a larger hard_pin_pages"
@@ -189,10 +189,9 @@ class Pins(TreeObserver):
             tree.release(node)
         elif queued:
             tree.enqueue(node)
-        if self.groups is not None:
-            if pin.groups is not None:
-                self._beside -= Counter(pin.groups.tolist())
-            self.groups.unpinned(node, pin.groups)
+        if self.groups is not None and pin.groups is not None:
+            self._beside -= Counter(pin.groups.tolist())
+            self.groups.release(pin.groups)
             pin.groups = None
 
     def _forget(self, pin: Pin) -> None:

@@ -1,15 +1,15 @@
-"""`GroupBoard`: the checkpoints of all prefixes in the tree, and what goes first for room."""
+"""`GroupBoard`: rows and checkpoints beside the pages of a prefix tree, and what goes for room."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvkeep.core.events import Evicted, GroupsLost, GroupsStored, ResumePoint, frozen
-from kvkeep.core.groups.rows import TreeRows, live_pages
 from kvkeep.core.pages.tables import EMPTY_PAGES, joined
 from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
 
@@ -20,35 +20,22 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import CacheLock
     from kvkeep.core.groups.plan import GroupLayout
-    from kvkeep.core.groups.rows import Rows
     from kvkeep.core.pages import PagePool
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.prefix.node import Coverage, Node
     from kvkeep.core.prefix.tree import Tree
 
-    CheckpointKind = Literal["branch", "end", "tail"]
-    Queue = OrderedDict["Checkpoint", None]
+    Rows = npt.NDArray[np.int32]
+    Flags = npt.NDArray[np.bool_]
+    Tokens = npt.NDArray[np.int64]
 
-__all__ = ["Checkpoint", "GroupBoard", "GroupCounters", "GroupStats"]
+__all__ = ["Checkpoint", "GroupBoard", "GroupStats"]
 
 _STEP: Final = 64  # pages that a search for where a request resumes looks at first
+_STATE: Final = -1  # stands for the states where windows have their number
 
 
-@dataclass(slots=True)
-class GroupCounters:
-    """Counts of what happened since the cache was made; they never fall."""
-
-    checkpoints_stored: int = 0
-    checkpoints_evicted: int = 0
-    checkpoints_replaced: int = 0
-    checkpoints_without_room: int = 0
-    resumes_given_up: int = 0
-    unresumed_tokens: int = 0
-    rows_stored: int = 0
-    rows_evicted: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupStats:
     """What a cache keeps beside its base pages, at one moment; totals since it was made.
 
@@ -63,41 +50,34 @@ class GroupStats:
     computed though their KV was cached, as a window or a state was missing.
     """
 
-    pages: int
-    idle_pages: int
-    rows: int
-    loose_rows: int
-    checkpoints: int
-    checkpoints_stored: int
-    checkpoints_evicted: int
-    checkpoints_replaced: int
-    checkpoints_without_room: int
-    resumes_given_up: int
-    unresumed_tokens: int
-    rows_stored: int
-    rows_evicted: int
+    pages: int = 0
+    idle_pages: int = 0
+    rows: int = 0
+    loose_rows: int = 0
+    checkpoints: int = 0
+    checkpoints_stored: int = 0
+    checkpoints_evicted: int = 0
+    checkpoints_replaced: int = 0
+    checkpoints_without_room: int = 0
+    resumes_given_up: int = 0
+    unresumed_tokens: int = 0
+    rows_stored: int = 0
+    rows_evicted: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A position at which requests may resume: the end of the base page ``base``.
 
     That is page ``page - 1`` of its path. It needs the rows that its windows reach back to, and
     keeps ``state``, the pool pages of the state at the position (None for a model without states).
+    ``branch``: whether prompts branched here when it was made.
     """
 
-    __slots__ = ("base", "branch", "page", "queue", "state")
-
-    def __init__(self, base: int, page: int, state: PageArray | None, *, branch: bool) -> None:
-        self.base = base
-        self.page = page
-        self.state = state
-        self.branch = branch
-        """Whether prompts branched here when it was made."""
-        self.queue: Queue | None = None
-        """Its place in the order of eviction; None once the tree no longer has it."""
-
-    def __repr__(self) -> str:
-        return f"<checkpoint at page {self.page}>"
+    base: int
+    page: int
+    state: PageArray | None
+    branch: bool
 
 
 class _Changes:
@@ -121,16 +101,32 @@ class _Changes:
 class GroupBoard(TreeObserver):
     """Keeps rows and checkpoints beside the runs of a prefix tree.
 
-    The tree decides which base pages are stored, and reports every change of its runs. What belongs
-    to a base page is found by the page's id. So what a request may reuse is read from the page ids
-    of its path, and costs the same in one run or in a thousand.
+    The tree decides which base pages are stored, and reports every change of its runs. A base page
+    keeps its id and its position on its path while it is stored, however runs are cut, joined or
+    grown. So what belongs to it is found by this id, and what a request may reuse is read from the
+    page ids of its path: it costs the same in one run or in a thousand.
 
-    Checkpoints wait in three queues, the least recently used first. *Early* ones were left behind
-    by the request that made or used them. *Late* ones go with the KV behind them, or when nothing
-    else can be evicted. *Pinned* ones were found on paths with soft pins, and return when these
-    end.
+    All references to pages of rows and states are counted here. Those that the tree stores and no
+    sequence uses are *idle*: they can be freed at any time. A row that no checkpoint needs is
+    *loose*: a request may resume behind it. (In a model with states none can, so it goes at once.)
+    So is a state that the request which made or used it has left behind, unless prompts branch
+    there. What is loose goes before anything else, the oldest first; see `make_room`.
+
+    The KV of a window that `SequenceGroups.load` brings begins where the window does, mostly inside
+    a page: the tokens in front of it *lack* in that row. A request that goes on behind the load
+    does not attend to them, but one that goes on a little earlier does.
 
     Thread safety: none; under the cache's lock. Paths are given as their base pages, in order.
+    Memory: 33 bytes a pool page, and 4 for each window and each pool page of its rows.
+
+    Attributes:
+        rows: for each window, int32 [pool pages, pool pages of a row], by base page; -1 where
+            missing.
+        lacking: int32 [pool pages], by the first page of a row: how many leading tokens lack. Set
+            when it is allocated, also for rows that the tree does not store.
+        stored: pages that the tree refers to.
+        idle: of these, pages that nothing else refers to.
+        counters: the totals of `GroupStats`.
     """
 
     def __init__(
@@ -148,16 +144,26 @@ class GroupBoard(TreeObserver):
         self.pool = pool
         self.lock = lock
         self.reuse = reuse
-        self.rows = TreeRows(layout, pool)
-        self.counters = GroupCounters()
         self._tree = tree
         self._covered = covered
-        self._checkpoints: dict[int, Checkpoint] = {}  # by base page
-        self._ends = np.zeros(pool.num_pages, np.bool_)  # base pages at whose end checkpoints are
-        self._nodes = np.full(pool.num_pages, None, object)  # by base page
-        self._early: Queue = OrderedDict()
-        self._late: Queue = OrderedDict()
-        self._pinned: Queue = OrderedDict()
+        self.stored = self.idle = 0
+        self.counters = GroupStats()
+        num_pages = pool.num_pages
+        # By base page:
+        self.rows: list[Rows] = [np.full((num_pages, w), -1, np.int32) for w in layout.widths]
+        self._needs = [np.zeros(num_pages, np.int32) for _ in layout.windows]  # by checkpoints
+        self._nodes = np.full(num_pages, None, object)
+        self._ends = np.zeros(num_pages, np.bool_)  # whether there is a checkpoint
+        # The least recently used first:
+        self._checkpoints: OrderedDict[int, Checkpoint] = OrderedDict()
+        # By pool page of a row or state; the last four by its first one:
+        self._in_tree = np.zeros(num_pages, np.bool_)
+        self.lacking = np.zeros(num_pages, np.int32)
+        self._loose = np.zeros(num_pages, np.bool_)
+        self._bases = np.zeros(num_pages, np.int32)
+        self._windows = np.zeros(num_pages, np.int16)
+        # First pages of what is loose and idle, or was: the oldest first.
+        self._queue: OrderedDict[int, None] = OrderedDict()
         self._stored = _Changes(len(layout.windows))
         self._lost = _Changes(len(layout.windows))
         tree.observe(self)
@@ -181,8 +187,9 @@ class GroupBoard(TreeObserver):
     def trimmed(self, leaf: Node, keep: int) -> None:
         gone = leaf.pages[keep:]
         for checkpoint in self._on(gone):
-            self.remove(checkpoint)
-        self._drop_rows(gone)
+            self._remove(checkpoint)
+        for window in range(len(self.rows)):
+            self._drop_rows(window, gone)
         self._nodes[gone] = None
 
     def points(self, node: Node) -> tuple[int, ...]:
@@ -192,7 +199,7 @@ class GroupBoard(TreeObserver):
     def pages_beside(self, node: Node) -> int:
         """Return the pool pages of rows and states of ``node``. Cost: its pages."""
         pages = len(self._on(node.pages)) * self.layout.state_pages
-        for rows in self.rows.rows:
+        for rows in self.rows:
             pages += int(np.count_nonzero(rows[node.pages, 0] >= 0)) * rows.shape[1]
         return pages
 
@@ -200,14 +207,54 @@ class GroupBoard(TreeObserver):
         """Return the checkpoints at the ends of base pages."""
         return [self._checkpoints[base] for base in bases[self._ends[bases]].tolist()]
 
-    def _node(self, checkpoint: Checkpoint) -> Node:
-        node: Node = self._nodes[checkpoint.base]
-        return node
-
     def _resized(self, bases: PageArray, pages: int) -> None:
-        """Tell the owners of runs that ``pages`` more are kept beside each base page, or less."""
+        """Report that ``pages`` more are kept beside each base page, or less."""
         for node, count in Counter(self._nodes[bases].tolist()).items():
             self._tree.resized(node, count * pages)
+
+    # --- references to pages of rows and states --------------------------------------------------
+
+    def retain(self, pages: PageArray) -> None:
+        """Add a sequence's reference."""
+        self.idle -= self.count_idle(pages)
+        self.pool.retain(pages)
+
+    def release(self, pages: PageArray) -> None:
+        """Drop a sequence's reference."""
+        self.pool.release(pages)
+        idle = pages[self._are_idle(pages)]
+        self.idle += len(idle)
+        self._enqueue(idle)
+
+    def _add(self, pages: PageArray) -> None:
+        """Add the tree's reference to ``pages``, which sequences refer to."""
+        assert not self._in_tree[pages].any(), "the tree stores a row or state twice"
+        self.pool.retain(pages)
+        self._in_tree[pages] = True
+        self.stored += len(pages)
+
+    def _drop(self, pages: PageArray) -> int:
+        """Drop the tree's reference to ``pages``; return how many became free."""
+        self.idle -= self.count_idle(pages)
+        self._in_tree[pages] = False
+        self.stored -= len(pages)
+        return self.pool.release(pages)
+
+    def _are_idle(self, pages: PageArray) -> Flags:
+        idle: Flags = self._in_tree[pages] & (self.pool.references[pages] == 1)
+        return idle
+
+    def count_idle(self, pages: PageArray) -> int:
+        """Return how many of ``pages`` only the tree refers to."""
+        return int(np.count_nonzero(self._are_idle(pages)))
+
+    def is_shared(self, pages: PageArray) -> bool:
+        """Whether there are references to ``pages`` beside that of the caller."""
+        return bool(np.count_nonzero(self.pool.references[pages] != 1))
+
+    def _enqueue(self, idle: PageArray) -> None:
+        """Queue what is loose and begins with one of these ``idle`` pages."""
+        self._queue.update(dict.fromkeys(idle[self._loose[idle]].tolist()))
 
     # --- where a request can resume --------------------------------------------------------------
 
@@ -234,28 +281,38 @@ class GroupBoard(TreeObserver):
 
     def _last_covered(self, path: PageArray) -> int:
         """Return the last page of ``path`` behind which all windows are whole; 0 for none."""
-        size, stop, step = self.layout.page_size, len(path), _STEP
+        stop, step = len(path), _STEP
         while stop:
             start = max(0, stop - step)
-            agreed = np.ones(stop - start + 1, np.bool_)
-            for window, first in self.layout.needed(start):
-                ends = self.rows.ends(window, path[first:stop], first)
-                last = np.zeros(stop - first + 1, np.int64)  # where the last lacking token ends
-                np.maximum.accumulate(ends, out=last[1:])
-                spec = self.layout.windows[window]
-                agreed &= last[start - first :] <= spec.first_token_each(start, stop, size)
-            pages = agreed.nonzero()[0]
+            pages = self._are_covered(path[:stop], start).nonzero()[0]
             if len(pages):
                 return start + int(pages[-1])
             stop, step = start, step * 4
         return 0
 
+    def _are_covered(self, path: PageArray, start: int) -> Flags:
+        """Return behind which pages from ``start`` to the end of ``path`` all windows are whole."""
+        size, stop = self.layout.page_size, len(path)
+        covered = np.ones(stop - start + 1, np.bool_)
+        positions = np.arange(start, stop + 1, dtype=np.int64) * size
+        needed = zip(self.rows, self.layout.windows, self.layout.needed(start), strict=True)
+        for rows, spec, first in needed:
+            lacking = self._lacking(rows[path[first:], 0])
+            begins = np.arange(first, stop, dtype=np.int64) * size
+            ends = np.zeros(stop - first + 1, np.int64)  # where the last lacking token ends
+            np.maximum.accumulate(np.where(lacking > 0, begins + lacking, 0), out=ends[1:])
+            covered &= ends[start - first :] <= spec.first_tokens(positions)
+        return covered
+
+    def _lacking(self, firsts: PageArray) -> Tokens:
+        """Return how many leading tokens of each row lack: all of them of a missing row."""
+        lacking: Tokens = np.where(firsts < 0, self.layout.page_size, self.lacking[firsts])
+        return lacking
+
     def used_pages(self, path: PageArray, checkpoint: Checkpoint | None) -> PageArray:
         """Return the pool pages that resuming at the end of ``path`` reads, beside base pages."""
-        pages = [
-            live_pages(self.rows.rows[window][path[first:]])
-            for window, first in self.layout.needed(len(path))
-        ]
+        needed = zip(self.rows, self.layout.needed(len(path)), strict=True)
+        pages = [rows[path[first:]].ravel() for rows, first in needed]
         if checkpoint is not None and checkpoint.state is not None:
             pages.append(checkpoint.state)
         return joined(pages)
@@ -263,50 +320,50 @@ class GroupBoard(TreeObserver):
     # --- rows ------------------------------------------------------------------------------------
 
     def store(self, window: int, bases: PageArray, rows: Rows) -> None:
-        """Store ``rows`` for the base pages ``bases``, where missing.
+        """Store ``rows``, -1 where the sequence has none, for the base pages ``bases``.
 
         Rows that are stored already replace those in ``rows``, of which the sequence then has
         references to the stored ones. Where fewer tokens lack in ours, it is the other way round.
         """
-        there = self.rows.rows[window][bases]
-        ours = rows[:, 0] >= 0
-        new = ours & (there[:, 0] < 0)
-        if new.any():
-            at = bases[new]
-            self.rows.put(window, at, rows[new])
-            self.counters.rows_stored += len(at)
-            if self.lock.hooks:
-                self._stored.rows[window].append(at)
-            self._resized(at, rows.shape[1])
-        other = ours & ~new & (there[:, 0] != rows[:, 0])
-        if not other.any():
-            return
-        lacking = self.rows.lacking
-        fuller = other & (lacking(rows[:, 0]) < lacking(there[:, 0]))
-        if fuller.any():
-            self.rows.remove(window, bases[fuller])
-            self.rows.put(window, bases[fuller], rows[fuller])
-            other &= ~fuller
+        there: Rows = self.rows[window][bases]
+        firsts = rows[:, 0]
+        differ = (firsts >= 0) & (there[:, 0] != firsts)
+        better = differ & (self._lacking(firsts) < self._lacking(there[:, 0]))
+        if better.any():
+            exchanged = there[better & (there[:, 0] >= 0)]
+            self._loose[exchanged[:, 0]] = False
+            self._drop(exchanged.ravel())
+            at, firsts = bases[better], firsts[better]
+            self._add(rows[better].ravel())
+            self.rows[window][at] = rows[better]
+            self._bases[firsts], self._windows[firsts] = at, window
+            self._loose[firsts] = self._needs[window][at] == 0
+            new = bases[better & (there[:, 0] < 0)]
+            self.counters.rows_stored += len(new)
+            self._resized(new, rows.shape[1])
+            if self.lock.hooks and len(new):
+                self._stored.rows[window].append(new)
+        other = differ & ~better
         if other.any():
-            self.rows.retain(there[other].ravel())
-            self.rows.release(rows[other].ravel())
+            self.retain(there[other].ravel())
+            self.release(rows[other].ravel())
             rows[other] = there[other]
 
-    def _drop_rows(self, bases: PageArray, window: int | None = None) -> int:
-        """Remove the rows of ``bases``, of one window or all; return the pages that became free."""
-        freed = 0
-        for at, rows in enumerate(self.rows.rows):
-            if window is not None and window != at:
-                continue
-            there = bases[rows[bases, 0] >= 0]
-            if len(there):
-                pages = self.rows.remove(at, there)
-                self.counters.rows_evicted += len(there)
-                self._resized(there, -rows.shape[1])
-                if self.lock.hooks:
-                    self._lost.rows[at].append(there)
-                    self._lost.freed += pages
-                freed += pages
+    def _drop_rows(self, window: int, bases: PageArray) -> int:
+        """Remove the rows of ``bases``; return the pages that became free."""
+        rows = self.rows[window]
+        bases = bases[rows[bases, 0] >= 0]
+        if not len(bases):
+            return 0
+        gone: Rows = rows[bases]
+        rows[bases] = -1
+        self._loose[gone[:, 0]] = False
+        freed = self._drop(gone.ravel())
+        self.counters.rows_evicted += len(bases)
+        self._resized(bases, -rows.shape[1])
+        if self.lock.hooks:
+            self._lost.rows[window].append(bases)
+            self._lost.freed += freed
         return freed
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -319,96 +376,95 @@ class GroupBoard(TreeObserver):
         None if rows that it needs are missing. ``state`` becomes the tree's if the checkpoint is
         new; the caller keeps its own reference in any case.
         """
-        base, position = int(path[-1]), len(path) * self.layout.page_size
+        base, page = int(path[-1]), len(path)
         there = self._checkpoints.get(base)
-        if there is not None:
+        if there is not None or not self._are_covered(path, page)[0]:
             return there
-        for window, first in self.layout.needed(len(path)):
-            ends = self.rows.ends(window, path[first:], first)
-            if (ends > self.layout.windows[window].first_token(position)).any():
-                return None
-        checkpoint = self._checkpoints[base] = Checkpoint(base, len(path), state, branch=branch)
+        checkpoint = self._checkpoints[base] = Checkpoint(base, page, state, branch)
         self._ends[base] = True
         if state is not None:
-            self.rows.store(state)
-            self._tree.resized(self._node(checkpoint), len(state))
+            self._add(state)
+            self._bases[state[0]], self._windows[state[0]] = base, _STATE
+            self._tree.resized(self._nodes[base], len(state))
         self._need(checkpoint, 1)
-        self._queue(checkpoint, self._late)
         self.counters.checkpoints_stored += 1
         if self.lock.hooks:
-            self._stored.points.append(ResumePoint(base, position))
+            self._stored.points.append(ResumePoint(base, page * self.layout.page_size))
         return checkpoint
 
-    def remove(self, checkpoint: Checkpoint, *, replaced: bool = False) -> None:
+    def _remove(self, checkpoint: Checkpoint, *, replaced: bool = False) -> int:
         """Remove a checkpoint and its state; rows that no other one needs become loose.
 
-        It is counted as ``replaced``, or as evicted.
+        It is counted as ``replaced``, or as evicted. Returns the pages that became free.
         """
+        base, state = checkpoint.base, checkpoint.state
+        del self._checkpoints[base]
+        self._ends[base] = False
+        freed = self._need(checkpoint, -1)
+        self.counters.checkpoints_replaced += replaced
+        self.counters.checkpoints_evicted += not replaced
         if self.lock.hooks:
             position = checkpoint.page * self.layout.page_size
-            self._lost.points.append(ResumePoint(checkpoint.base, position))
-        del self._checkpoints[checkpoint.base]
-        self._ends[checkpoint.base] = False
-        self._queue(checkpoint, None)
-        self._need(checkpoint, -1)
-        if replaced:
-            self.counters.checkpoints_replaced += 1
-        else:
-            self.counters.checkpoints_evicted += 1
-        if checkpoint.state is not None:
-            freed = self.rows.drop(checkpoint.state)
-            self._tree.resized(self._node(checkpoint), -len(checkpoint.state))
+            self._lost.points.append(ResumePoint(base, position))
+        if state is not None:
+            self._loose[state[0]] = False
+            dropped = self._drop(state)
+            freed += dropped
+            self._tree.resized(self._nodes[base], -len(state))
             if self.lock.hooks:
-                self._lost.freed += freed
+                self._lost.freed += dropped
+        return freed
 
-    def _need(self, checkpoint: Checkpoint, change: int) -> None:
-        """Count one checkpoint more or less for the rows that ``checkpoint`` needs."""
-        for window, bases in self._needs(checkpoint):
-            loose = self.rows.need(window, bases, change)
-            if self.layout.state is not None:
-                self._drop_rows(loose, window)
+    def _need(self, checkpoint: Checkpoint, change: int) -> int:
+        """Count one checkpoint more or less for its rows; return the pages that became free."""
+        freed = 0
+        for window, bases in enumerate(self._needed(checkpoint)):
+            needs = self._needs[window]
+            needs[bases] += change
+            if change > 0:
+                self._loose[self.rows[window][bases, 0]] = False
+            elif self.layout.state is not None:
+                freed += self._drop_rows(window, bases[needs[bases] == 0])
+            else:
+                firsts = self.rows[window][bases[needs[bases] == 0], 0]
+                self._loose[firsts] = True
+                self._enqueue(firsts[self._are_idle(firsts)])
+        return freed
 
-    def _needs(self, checkpoint: Checkpoint) -> list[tuple[int, PageArray]]:
-        """Return each window, and the base pages whose rows ``checkpoint`` needs."""
-        node, page = self._node(checkpoint), checkpoint.page
-        return [
-            (window, path_pages(node, first, page)) for window, first in self.layout.needed(page)
-        ]
+    def _needed(self, checkpoint: Checkpoint) -> list[PageArray]:
+        """Return, for each window, the base pages whose rows ``checkpoint`` needs."""
+        node, page = self._nodes[checkpoint.base], checkpoint.page
+        return [path_pages(node, first, page) for first in self.layout.needed(page)]
 
     def resumed(self, checkpoint: Checkpoint) -> None:
         """Record that a request resumed at ``checkpoint``: it is the most recently used."""
-        self._queue(checkpoint, self._late)
+        self._checkpoints.move_to_end(checkpoint.base)
+        if checkpoint.state is not None:
+            self._loose[checkpoint.state[0]] = False
 
     def extended(self, before: Checkpoint, by: Checkpoint) -> None:
-        """Record that the request that used or made ``before`` has left ``by`` behind it.
+        """Record that the request that used or made ``before`` has stored ``by`` behind it.
 
-        ``before`` is early from now on, unless prompts branch there. Without states it is of no
+        ``before`` is loose from now on, unless prompts branch there. Without states it is of no
         further use: rows that it needs may go any time.
 
         The next request of this conversation resumes at ``by``, so its run takes over the hits.
         Otherwise a policy would evict it as new, and the runs before it are of no use alone. The
         run is held by the request, so it is in no queue that is ordered by hits.
         """
-        if before.queue is None:
+        if self._checkpoints.get(before.base) is not before:
             return
-        node, last = self._node(before), self._node(by)
+        node, last = self._nodes[before.base], self._nodes[by.base]
         if before.branch or (before.page == node.end and len(node.children) > 1):
             return
         if node is not last:
             last.hits = max(last.hits, node.hits)
-        if self.layout.state is None and node not in self._covered:
-            self.remove(before, replaced=True)
-        else:
-            self._queue(before, self._early)
-
-    @staticmethod
-    def _queue(checkpoint: Checkpoint, queue: Queue | None) -> None:
-        """Put a checkpoint at the end of ``queue``, and nowhere else."""
-        if checkpoint.queue is not None:
-            del checkpoint.queue[checkpoint]
-        checkpoint.queue = queue
-        if queue is not None:
-            queue[checkpoint] = None
+        if before.state is not None:
+            first = before.state[:1]
+            self._loose[first] = True
+            self._enqueue(first[self._are_idle(first)])
+        elif node not in self._covered:
+            self._remove(before, replaced=True)
 
     # --- pins ------------------------------------------------------------------------------------
 
@@ -417,7 +473,7 @@ class GroupBoard(TreeObserver):
         path = path_pages(node, 0, node.end)
         page, checkpoint = self.resume(path)
         pages = self.used_pages(path[:page], checkpoint)
-        self.rows.retain(pages)
+        self.retain(pages)
         return pages
 
     def pinned(self, node: Node) -> None:
@@ -427,24 +483,9 @@ class GroupBoard(TreeObserver):
         """
         if self.layout.state is None:
             path = path_pages(node, 0, node.end)
-            page, there = self.resume(path)
-            if page and there is None:
+            page, _ = self.resume(path)
+            if page:
                 self.add(path[:page], None)
-
-    def unpinned(self, node: Node, pages: PageArray | None) -> None:
-        """Record that a pin at ``node`` ended, which kept ``pages`` if it was hard.
-
-        Checkpoints that pins do not cover any longer are the least recently used.
-        """
-        if pages is not None:
-            self.rows.release(pages)
-        above: Node | None = node
-        while above is not None and above.parent is not None and above not in self._covered:
-            for checkpoint in self._on(above.pages):
-                if checkpoint.queue is self._pinned:
-                    self._queue(checkpoint, self._late)
-                    self._late.move_to_end(checkpoint, last=False)
-            above = above.parent
 
     def resumable(self, node: Node) -> int:
         """Return the last position on the path to ``node`` where a request can resume, in pages.
@@ -459,54 +500,67 @@ class GroupBoard(TreeObserver):
     @property
     def available(self) -> int:
         """How many pages `PagePool.take` can give."""
-        return self.pool.num_free + self._tree.num_evictable + self.rows.idle
+        return self.pool.num_free + self._tree.num_evictable + self.idle
 
     def make_room(self, count: int, forget: Callable[[PageArray], None]) -> int:
         """Free up to ``count`` pages; return how many became free. ``forget`` gets base pages.
 
         In this order:
 
-        1. loose rows, and checkpoints that later ones have replaced;
+        1. what is loose, the oldest first;
         2. the run that the policy names, from its tail: the checkpoint at its end, and the KV back
            to the one before;
-        3. all other checkpoints;
+        3. other checkpoints, the least recently used first;
         4. runs and checkpoints of prompts with soft pins.
+
+        Cost: what is freed; for 3 and 4 also the checkpoints that are in use or pinned.
         """
         before = self.pool.num_free
         while (short := count - (self.pool.num_free - before)) > 0:
             if not (
                 self._free_loose(short)
-                or self._remove_first(self._early)
                 or self._evict_tail(short, forget)
-                or self._remove_first(self._late)
+                or self._remove_oldest()
                 or self._evict_tail(short, forget, pinned=True)
-                or self._remove_first(self._pinned)
+                or self._remove_oldest(pinned=True)
             ):
                 break
         return self.pool.num_free - before
 
     def _free_loose(self, needed: int) -> int:
-        """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free."""
-        freed, most = 0, max(self.layout.widths, default=1)
-        while freed < needed and self.rows.any_queued:
-            for window, bases in self.rows.oldest_loose(-(-(needed - freed) // most)):
-                freed += self._drop_rows(bases, window)
+        """Free what is loose and idle, until ``needed`` pages are; return how many became free.
+
+        What is queued and not both comes back to the queue when it is. A state under a soft pin
+        is no longer loose.
+        """
+        freed, most = 0, max(self.layout.state_pages, *self.layout.widths, 1)
+        while freed < needed and self._queue:
+            firsts = np.array(list(islice(self._queue, -(-(needed - freed) // most))), np.int32)
+            for first in firsts.tolist():
+                del self._queue[first]
+            firsts = firsts[self._loose[firsts] & self._are_idle(firsts)]
+            windows, bases = self._windows[firsts], self._bases[firsts]
+            for window in range(len(self.rows)):
+                freed += self._drop_rows(window, bases[windows == window])
+            for base in bases[windows == _STATE].tolist():
+                checkpoint = self._checkpoints[base]
+                if self._nodes[base] not in self._covered:
+                    freed += self._remove(checkpoint)
+                elif checkpoint.state is not None:
+                    self._loose[checkpoint.state[0]] = False
         return freed
 
-    def _remove_first(self, queue: Queue) -> bool:
-        """Remove the first checkpoint of ``queue`` that frees pages; return whether there was one.
+    def _remove_oldest(self, *, pinned: bool = False) -> bool:
+        """Remove the first checkpoint that frees pages; return whether there was one.
 
-        Those met before it go behind others: they are in use, or to the queue of those pinned.
+        Those met before it, which are in use or under pins, go behind the others.
         """
-        for _ in range(len(queue) if self.rows.idle else 0):
-            checkpoint = next(iter(queue))
-            if queue is not self._pinned and self._node(checkpoint) in self._covered:
-                self._queue(checkpoint, self._pinned)
-            elif self._frees(checkpoint):
-                self.remove(checkpoint)
+        for _ in range(len(self._checkpoints) if self.idle else 0):
+            base, checkpoint = next(iter(self._checkpoints.items()))
+            if (pinned or self._nodes[base] not in self._covered) and self._frees(checkpoint):
+                self._remove(checkpoint)
                 return True
-            else:
-                queue.move_to_end(checkpoint)
+            self._checkpoints.move_to_end(base)
         return False
 
     def _frees(self, checkpoint: Checkpoint) -> bool:
@@ -515,11 +569,9 @@ class GroupBoard(TreeObserver):
         Not while sequences or hard pins use what it keeps.
         """
         if checkpoint.state is not None:
-            return self.rows.count_idle(checkpoint.state) > 0
-        return any(
-            self.rows.count_idle(live_pages(self.rows.rows[window][bases]))
-            for window, bases in self._needs(checkpoint)
-        )
+            return self.count_idle(checkpoint.state) > 0
+        needed = zip(self.rows, self._needed(checkpoint), strict=True)
+        return any(self.count_idle(rows[bases].ravel()) for rows, bases in needed)
 
     def _evict_tail(
         self, most: int, forget: Callable[[PageArray], None], *, pinned: bool = False
@@ -535,8 +587,8 @@ class GroupBoard(TreeObserver):
             parents.append(leaf.parent)  # a leaf that is evicted whole has none afterwards
             end = self._checkpoints.get(int(leaf.pages[-1]))
             if end is not None:
-                self.remove(end)
-            behind = self._behind(leaf)
+                self._remove(end)
+            behind = leaf.size - self._last_end(leaf.pages)
             return behind if self.layout.state is not None else min(behind, most, portion)
 
         pages = self._tree.evict_leaf(choose, pinned=pinned)
@@ -547,10 +599,6 @@ class GroupBoard(TreeObserver):
             self._evict_useless(parents[0], forget)
         return True
 
-    def _behind(self, node: Node) -> int:
-        """Return how many pages of ``node`` are behind its last checkpoint. Cost: O(these)."""
-        return node.size - self._last_end(node.pages)
-
     def _evict_useless(self, node: Node | None, forget: Callable[[PageArray], None]) -> None:
         """Evict what ``node`` and the runs before it have behind their last checkpoints.
 
@@ -558,7 +606,7 @@ class GroupBoard(TreeObserver):
         keeping, as many requests used it, but none can any more: they would need a state.
         """
         while node is not None and node.parent is not None:
-            behind = self._behind(node)
+            behind = node.size - self._last_end(node.pages)
             if node.children or node.holders or node in self._covered or not behind:
                 return
             parent = node.parent if behind == node.size else None
@@ -570,24 +618,23 @@ class GroupBoard(TreeObserver):
         for node in reversed([node for node, _ in descend(top)]):  # what is needed lies before
             for checkpoint in self._on(node.pages):
                 if self._frees(checkpoint):
-                    self.remove(checkpoint)
-            for window, (rows, needs) in enumerate(
-                zip(self.rows.rows, self.rows.needs, strict=True)
-            ):
-                loose = node.pages[(rows[node.pages, 0] >= 0) & (needs[node.pages] == 0)]
-                self._drop_rows(loose[self.rows.are_idle(rows[loose, 0])], window)
+                    self._remove(checkpoint)
+            for window, rows in enumerate(self.rows):
+                firsts = rows[node.pages, 0]
+                self._drop_rows(window, node.pages[self._loose[firsts] & self._are_idle(firsts)])
 
     # --- figures and events ----------------------------------------------------------------------
 
     def stats(self) -> GroupStats:
-        """Return the figures at this moment."""
-        return GroupStats(
-            pages=self.rows.stored,
-            idle_pages=self.rows.idle,
-            rows=self.counters.rows_stored - self.counters.rows_evicted,
-            loose_rows=self.rows.num_loose,
+        """Return the figures at this moment. Cost: the pool's pages, vectorised."""
+        counters = self.counters
+        return replace(
+            counters,
+            pages=self.stored,
+            idle_pages=self.idle,
+            rows=counters.rows_stored - counters.rows_evicted,
+            loose_rows=int(np.count_nonzero(self._loose & (self._windows != _STATE))),
             checkpoints=len(self._checkpoints),
-            **asdict(self.counters),
         )
 
     def report(self, sequence: int | None) -> None:
@@ -616,7 +663,7 @@ class GroupBoard(TreeObserver):
 
         ``nodes`` are those of the tree but the roots. Sequences and pins have ``references``.
         """
-        layout, needs = self.layout, [np.zeros_like(each) for each in self.rows.needs]
+        layout, counters = self.layout, self.counters
         is_base = np.zeros_like(self._ends)
         for node in nodes:
             assert node.groups is self
@@ -625,25 +672,43 @@ class GroupBoard(TreeObserver):
         assert not self._nodes[~is_base].any(), "a node of a page that is not stored"
         bases = np.flatnonzero(self._ends).tolist()
         assert bases == sorted(self._checkpoints), "an end without a checkpoint, or without an end"
+        gone = counters.checkpoints_evicted + counters.checkpoints_replaced
+        assert len(bases) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
+        needs = [np.zeros_like(each) for each in self._needs]
+        loose, stored = np.zeros_like(self._loose), []
         for base, checkpoint in self._checkpoints.items():
-            node = self._node(checkpoint)
+            node, state = self._nodes[base], checkpoint.state
             assert base == checkpoint.base == node.pages[checkpoint.page - node.depth - 1]
             assert checkpoint.page % layout.grid == 0
-            assert (checkpoint.state is None) == (layout.state is None)
-            assert checkpoint.queue is not None
-            assert checkpoint in checkpoint.queue
-            path = path_pages(node, 0, checkpoint.page)
-            for window, first in layout.needed(checkpoint.page):
-                needs[window][path[first:]] += 1
-        queued = len(self._early) + len(self._late) + len(self._pinned)
-        assert queued == len(self._checkpoints), "a checkpoint in two queues"
-        for counted, right in zip(self.rows.needs, needs, strict=True):
-            assert (counted == right).all(), "wrong needs"
-        counters = self.counters
-        count = sum(int(np.count_nonzero(rows[:, 0] >= 0)) for rows in self.rows.rows)
-        assert count == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
-        gone = counters.checkpoints_evicted + counters.checkpoints_replaced
-        assert queued == counters.checkpoints_stored - gone, "a checkpoint was not counted"
-        states = [one.state for one in self._checkpoints.values() if one.state is not None]
-        for pages in [*references, self.rows.check(states, is_base)]:
-            np.add.at(expected, pages, 1)
+            assert (state is None) == (layout.state is None)
+            for window, path in enumerate(self._needed(checkpoint)):
+                needs[window][path] += 1
+            if state is not None:
+                stored.append(state)
+                assert (self._bases[state[0]], self._windows[state[0]]) == (base, _STATE)
+                loose[state[0]] = self._loose[state[0]]
+        rows_count = 0
+        for window, rows in enumerate(self.rows):
+            missing = rows < 0
+            assert (missing.all(axis=1) == missing.any(axis=1)).all(), "half a row"
+            assert missing[~is_base].all(), "a row outlives its page"
+            assert (needs[window] == self._needs[window]).all(), "wrong needs"
+            assert not needs[window][missing[:, 0]].any(), "a checkpoint needs a missing row"
+            there = np.flatnonzero(~missing[:, 0])
+            firsts = rows[there, 0]
+            assert (self._bases[firsts] == there).all(), "a row has moved"
+            assert (self._windows[firsts] == window).all()
+            loose[firsts] = needs[window][there] == 0
+            assert layout.state is None or not loose[firsts].any(), "a loose row, with states"
+            stored.append(rows[there].ravel())
+            rows_count += len(there)
+        assert rows_count == counters.rows_stored - counters.rows_evicted, "wrong count of rows"
+        assert (loose == self._loose).all(), "what is marked as loose is needed, or the reverse"
+        idle = np.flatnonzero(loose & self._in_tree & (self.pool.references == 1))
+        assert set(idle.tolist()) <= self._queue.keys(), "a loose row or state is not queued"
+        pages = joined(stored)
+        assert len(np.unique(pages)) == len(pages), "the tree stores a row or state twice"
+        assert (np.flatnonzero(self._in_tree) == np.sort(pages)).all(), "wrong pages of the tree"
+        assert (self.stored, self.idle) == (len(pages), self.count_idle(pages))
+        for each in [*references, pages]:
+            np.add.at(expected, each, 1)

@@ -56,9 +56,8 @@ class WindowSpec:
         """Return the first page whose row is read when computing goes on at token ``position``."""
         return self.first_token(position) // page_size
 
-    def first_token_each(self, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:
-        """Return `first_token` at the beginnings of the pages ``start`` … ``stop``."""
-        positions = np.arange(start, stop + 1, dtype=np.int64) * page_size
+    def first_tokens(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return `first_token` of each position."""
         span = min(self.span, _LONGEST)
         if self.chunked:
             return positions // span * span
@@ -132,10 +131,9 @@ class GroupLayout:
         """Return the largest resumable position up to ``pages``, in pages, on the grid alone."""
         return pages // self.grid * self.grid
 
-    def needed(self, page: int) -> list[tuple[int, int]]:
-        """Return each window, and the first page whose row is needed to resume at ``page``."""
-        position, size = page * self.page_size, self.page_size
-        return [(at, spec.first_needed(position, size)) for at, spec in enumerate(self.windows)]
+    def needed(self, page: int) -> list[int]:
+        """Return, for each window, the first page whose row is needed to resume at ``page``."""
+        return [spec.first_needed(page * self.page_size, self.page_size) for spec in self.windows]
 
     @property
     def widths(self) -> tuple[int, ...]:

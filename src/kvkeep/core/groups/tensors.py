@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.core.errors import InvalidValue, require, whole
 from kvkeep.core.geometry import KVGeometry, LayerGroup, format_bytes
-from kvkeep.core.groups.rows import RowCopy, StateCopy
+from kvkeep.core.groups.sequence import RowCopy, StateCopy
 
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
