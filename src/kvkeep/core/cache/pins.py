@@ -135,12 +135,8 @@ class Pins(TreeObserver):
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        groups, beside = None, []
-        if self.groups is not None and hard:
-            groups = self.groups.keep(hold)
-            beside = groups.tolist()
-        elif self.groups is not None:
-            self.groups.pinned(hold)
+        groups = None if self.groups is None else self.groups.pinned(hold, hard=hard)
+        beside = [] if groups is None else groups.tolist()
         if hard:
             needed = self.num_hard_pages + self.kept.more(hold) + len({*beside} - {*self._beside})
             if needed > self.hard_budget:

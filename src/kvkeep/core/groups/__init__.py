@@ -17,7 +17,7 @@ more than a page.
 from __future__ import annotations
 
 from kvkeep.core.groups.checkpoints import GroupBoard, GroupStats
-from kvkeep.core.groups.plan import GroupLayout, GroupPlan, LayerPlace, StateSpec, WindowSpec
+from kvkeep.core.groups.plan import GroupLayout, GroupPlan, LayerPart, StateSpec, WindowSpec
 from kvkeep.core.groups.sequence import RowCopy, SequenceGroups, StateCopy
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "GroupLayout",
     "GroupPlan",
     "GroupStats",
-    "LayerPlace",
+    "LayerPart",
     "RowCopy",
     "SequenceGroups",
     "StateCopy",

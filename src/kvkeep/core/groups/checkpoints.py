@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "GroupBoard", "GroupStats"]
 
 _STEP: Final = 64  # pages that a search for where a request resumes looks at first
-_STATE: Final = -1  # stands for the states where windows have their number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,19 +64,21 @@ class GroupStats:
     rows_evicted: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """A position at which requests may resume: the end of the base page ``base``.
 
     That is page ``page - 1`` of its path. It needs the rows that its windows reach back to, and
     keeps ``state``, the pool pages of the state at the position (None for a model without states).
-    ``branch``: whether prompts branched here when it was made.
+    ``branch``: whether prompts branched here when it was made. ``behind``: whether the request that
+    made or used it has stored another one behind it since.
     """
 
     base: int
     page: int
     state: PageArray | None
     branch: bool
+    behind: bool = False
 
 
 class _Changes:
@@ -90,12 +91,29 @@ class _Changes:
         self.rows: list[list[PageArray]] = [[] for _ in range(windows)]
         self.freed = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.points) or any(self.rows)
+    def pop(self) -> GroupsLost | None:
+        """Return and forget all changes, as of what was lost; None if there are none."""
+        if not self.points and not any(self.rows):
+            return None
+        rows = tuple(frozen(joined(pages)) for pages in self.rows)
+        changes = GroupsLost(tuple(self.points), rows, self.freed)
+        self.points, self.rows, self.freed = [], [[] for _ in rows], 0
+        return changes
 
-    def parts(self) -> tuple[tuple[ResumePoint, ...], tuple[PageArray, ...]]:
-        """Return the checkpoints, and the base pages of the rows of each window."""
-        return tuple(self.points), tuple(frozen(joined(rows)) for rows in self.rows)
+
+def _last(path: PageArray, flags: Callable[[PageArray, int], Flags]) -> int:
+    """Return the last page of ``path`` that has a flag; 0 for none.
+
+    ``flags`` returns those of the pages from ``start`` to the end of the given path.
+    """
+    stop, step = len(path), _STEP
+    while stop:
+        start = max(0, stop - step)
+        pages = flags(path[:stop], start).nonzero()[0]
+        if len(pages):
+            return start + int(pages[-1])
+        stop, step = start, step * 4
+    return 0
 
 
 class GroupBoard(TreeObserver):
@@ -108,9 +126,8 @@ class GroupBoard(TreeObserver):
 
     All references to pages of rows and states are counted here. Those that the tree stores and no
     sequence uses are *idle*: they can be freed at any time. A row that no checkpoint needs is
-    *loose*: a request may resume behind it. (In a model with states none can, so it goes at once.)
-    So is a state that the request which made or used it has left behind, unless prompts branch
-    there. What is loose goes before anything else, the oldest first; see `make_room`.
+    *loose*: a request may resume behind it, but it goes before anything else, the oldest first. (In
+    a model with states no request can, so it goes at once.)
 
     The KV of a window that `SequenceGroups.load` brings begins where the window does, mostly inside
     a page: the tokens in front of it *lack* in that row. A request that goes on behind the load
@@ -154,15 +171,16 @@ class GroupBoard(TreeObserver):
         self._needs = [np.zeros(num_pages, np.int32) for _ in layout.windows]  # by checkpoints
         self._nodes = np.full(num_pages, None, object)
         self._ends = np.zeros(num_pages, np.bool_)  # whether there is a checkpoint
-        # The least recently used first:
+        # Those left behind, then the least recently used first:
         self._checkpoints: OrderedDict[int, Checkpoint] = OrderedDict()
-        # By pool page of a row or state; the last four by its first one:
+        # By pool page of a row or state:
         self._in_tree = np.zeros(num_pages, np.bool_)
+        # By the first page of a row:
         self.lacking = np.zeros(num_pages, np.int32)
         self._loose = np.zeros(num_pages, np.bool_)
         self._bases = np.zeros(num_pages, np.int32)
         self._windows = np.zeros(num_pages, np.int16)
-        # First pages of what is loose and idle, or was: the oldest first.
+        # First pages of rows that are loose and idle, or were: the oldest first.
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._stored = _Changes(len(layout.windows))
         self._lost = _Changes(len(layout.windows))
@@ -214,6 +232,12 @@ class GroupBoard(TreeObserver):
 
     # --- references to pages of rows and states --------------------------------------------------
 
+    def take(self, count: int) -> PageArray:
+        """Allocate pages for a sequence, after making room for them if need be."""
+        pages = self.pool.take(count)
+        self.lacking[pages] = 0
+        return pages
+
     def retain(self, pages: PageArray) -> None:
         """Add a sequence's reference."""
         self.idle -= self.count_idle(pages)
@@ -253,7 +277,7 @@ class GroupBoard(TreeObserver):
         return bool(np.count_nonzero(self.pool.references[pages] != 1))
 
     def _enqueue(self, idle: PageArray) -> None:
-        """Queue what is loose and begins with one of these ``idle`` pages."""
+        """Queue the loose rows whose first pages are among these ``idle`` pages."""
         self._queue.update(dict.fromkeys(idle[self._loose[idle]].tolist()))
 
     # --- where a request can resume --------------------------------------------------------------
@@ -265,30 +289,14 @@ class GroupBoard(TreeObserver):
         so a model with states resumes at any. Cost: the rows of the windows, and O(pages) behind
         the position, vectorised; the runs of the path cost nothing.
         """
-        page = self._last_covered(path) if self.layout.state is None else self._last_end(path)
+        flags = self._are_covered if self.layout.state is None else self._are_ends
+        page = _last(path, flags)
         return page, self._checkpoints.get(int(path[page - 1])) if page else None
 
-    def _last_end(self, pages: PageArray) -> int:
-        """Return how many of ``pages`` the last checkpoint has before it; 0 for none."""
-        stop, step = len(pages), _STEP
-        while stop:
-            start = max(0, stop - step)
-            ends = self._ends[pages[start:stop]].nonzero()[0]
-            if len(ends):
-                return start + 1 + int(ends[-1])
-            stop, step = start, step * 4
-        return 0
-
-    def _last_covered(self, path: PageArray) -> int:
-        """Return the last page of ``path`` behind which all windows are whole; 0 for none."""
-        stop, step = len(path), _STEP
-        while stop:
-            start = max(0, stop - step)
-            pages = self._are_covered(path[:stop], start).nonzero()[0]
-            if len(pages):
-                return start + int(pages[-1])
-            stop, step = start, step * 4
-        return 0
+    def _are_ends(self, path: PageArray, start: int) -> Flags:
+        """Return behind which pages from ``start`` to the end of ``path`` checkpoints are."""
+        ends: Flags = self._ends[path[max(0, start - 1) :]]
+        return ends if start else np.concatenate(([False], ends))
 
     def _are_covered(self, path: PageArray, start: int) -> Flags:
         """Return behind which pages from ``start`` to the end of ``path`` all windows are whole."""
@@ -384,7 +392,6 @@ class GroupBoard(TreeObserver):
         self._ends[base] = True
         if state is not None:
             self._add(state)
-            self._bases[state[0]], self._windows[state[0]] = base, _STATE
             self._tree.resized(self._nodes[base], len(state))
         self._need(checkpoint, 1)
         self.counters.checkpoints_stored += 1
@@ -392,44 +399,39 @@ class GroupBoard(TreeObserver):
             self._stored.points.append(ResumePoint(base, page * self.layout.page_size))
         return checkpoint
 
-    def _remove(self, checkpoint: Checkpoint, *, replaced: bool = False) -> int:
+    def _remove(self, checkpoint: Checkpoint, *, replaced: bool = False) -> None:
         """Remove a checkpoint and its state; rows that no other one needs become loose.
 
-        It is counted as ``replaced``, or as evicted. Returns the pages that became free.
+        It is counted as ``replaced``, or as evicted.
         """
         base, state = checkpoint.base, checkpoint.state
         del self._checkpoints[base]
         self._ends[base] = False
-        freed = self._need(checkpoint, -1)
+        self._need(checkpoint, -1)
         self.counters.checkpoints_replaced += replaced
         self.counters.checkpoints_evicted += not replaced
         if self.lock.hooks:
             position = checkpoint.page * self.layout.page_size
             self._lost.points.append(ResumePoint(base, position))
         if state is not None:
-            self._loose[state[0]] = False
-            dropped = self._drop(state)
-            freed += dropped
+            freed = self._drop(state)
             self._tree.resized(self._nodes[base], -len(state))
             if self.lock.hooks:
-                self._lost.freed += dropped
-        return freed
+                self._lost.freed += freed
 
-    def _need(self, checkpoint: Checkpoint, change: int) -> int:
-        """Count one checkpoint more or less for its rows; return the pages that became free."""
-        freed = 0
+    def _need(self, checkpoint: Checkpoint, change: int) -> None:
+        """Count one checkpoint more or less for the rows that ``checkpoint`` needs."""
         for window, bases in enumerate(self._needed(checkpoint)):
             needs = self._needs[window]
             needs[bases] += change
             if change > 0:
                 self._loose[self.rows[window][bases, 0]] = False
             elif self.layout.state is not None:
-                freed += self._drop_rows(window, bases[needs[bases] == 0])
+                self._drop_rows(window, bases[needs[bases] == 0])
             else:
                 firsts = self.rows[window][bases[needs[bases] == 0], 0]
                 self._loose[firsts] = True
                 self._enqueue(firsts[self._are_idle(firsts)])
-        return freed
 
     def _needed(self, checkpoint: Checkpoint) -> list[PageArray]:
         """Return, for each window, the base pages whose rows ``checkpoint`` needs."""
@@ -439,14 +441,13 @@ class GroupBoard(TreeObserver):
     def resumed(self, checkpoint: Checkpoint) -> None:
         """Record that a request resumed at ``checkpoint``: it is the most recently used."""
         self._checkpoints.move_to_end(checkpoint.base)
-        if checkpoint.state is not None:
-            self._loose[checkpoint.state[0]] = False
+        checkpoint.behind = False
 
     def extended(self, before: Checkpoint, by: Checkpoint) -> None:
         """Record that the request that used or made ``before`` has stored ``by`` behind it.
 
-        ``before`` is loose from now on, unless prompts branch there. Without states it is of no
-        further use: rows that it needs may go any time.
+        ``before`` is the first to go from now on, unless prompts branch there. Without states it is
+        of no further use: rows that it needs may go any time.
 
         The next request of this conversation resumes at ``by``, so its run takes over the hits.
         Otherwise a policy would evict it as new, and the runs before it are of no use alone. The
@@ -460,32 +461,28 @@ class GroupBoard(TreeObserver):
         if node is not last:
             last.hits = max(last.hits, node.hits)
         if before.state is not None:
-            first = before.state[:1]
-            self._loose[first] = True
-            self._enqueue(first[self._are_idle(first)])
+            before.behind = True
+            self._checkpoints.move_to_end(before.base, last=False)
         elif node not in self._covered:
             self._remove(before, replaced=True)
 
     # --- pins ------------------------------------------------------------------------------------
 
-    def keep(self, node: Node) -> PageArray:
-        """Return references to what resuming on the path to ``node`` reads, for a hard pin."""
+    def pinned(self, node: Node, *, hard: bool) -> PageArray:
+        """Keep what resuming on the path to ``node`` reads, for a pin that ends there.
+
+        Returns its pages, each with a reference, for a hard pin. A soft one gets a checkpoint, if
+        that needs no state: rows without one would be freed before anything else.
+        """
         path = path_pages(node, 0, node.end)
         page, checkpoint = self.resume(path)
+        if not hard:
+            if page and self.layout.state is None:
+                self.add(path[:page], None)
+            return EMPTY_PAGES
         pages = self.used_pages(path[:page], checkpoint)
         self.retain(pages)
         return pages
-
-    def pinned(self, node: Node) -> None:
-        """Add a checkpoint for a soft pin that ends at ``node``, if it needs no state.
-
-        Where there is none, rows that resuming needs would be freed before anything else.
-        """
-        if self.layout.state is None:
-            path = path_pages(node, 0, node.end)
-            page, _ = self.resume(path)
-            if page:
-                self.add(path[:page], None)
 
     def resumable(self, node: Node) -> int:
         """Return the last position on the path to ``node`` where a request can resume, in pages.
@@ -507,7 +504,7 @@ class GroupBoard(TreeObserver):
 
         In this order:
 
-        1. what is loose, the oldest first;
+        1. loose rows, and checkpoints that were left behind;
         2. the run that the policy names, from its tail: the checkpoint at its end, and the KV back
            to the one before;
         3. other checkpoints, the least recently used first;
@@ -519,21 +516,21 @@ class GroupBoard(TreeObserver):
         while (short := count - (self.pool.num_free - before)) > 0:
             if not (
                 self._free_loose(short)
+                or self._remove_first(behind=True)
                 or self._evict_tail(short, forget)
-                or self._remove_oldest()
+                or self._remove_first()
                 or self._evict_tail(short, forget, pinned=True)
-                or self._remove_oldest(pinned=True)
+                or self._remove_first(pinned=True)
             ):
                 break
         return self.pool.num_free - before
 
     def _free_loose(self, needed: int) -> int:
-        """Free what is loose and idle, until ``needed`` pages are; return how many became free.
+        """Free loose rows that no sequence uses, oldest first, until ``needed`` pages are free.
 
-        What is queued and not both comes back to the queue when it is. A state under a soft pin
-        is no longer loose.
+        Returns how many became free. Rows in use come back to the queue when that ends.
         """
-        freed, most = 0, max(self.layout.state_pages, *self.layout.widths, 1)
+        freed, most = 0, max(self.layout.widths, default=1)
         while freed < needed and self._queue:
             firsts = np.array(list(islice(self._queue, -(-(needed - freed) // most))), np.int32)
             for first in firsts.tolist():
@@ -542,24 +539,22 @@ class GroupBoard(TreeObserver):
             windows, bases = self._windows[firsts], self._bases[firsts]
             for window in range(len(self.rows)):
                 freed += self._drop_rows(window, bases[windows == window])
-            for base in bases[windows == _STATE].tolist():
-                checkpoint = self._checkpoints[base]
-                if self._nodes[base] not in self._covered:
-                    freed += self._remove(checkpoint)
-                elif checkpoint.state is not None:
-                    self._loose[checkpoint.state[0]] = False
         return freed
 
-    def _remove_oldest(self, *, pinned: bool = False) -> bool:
+    def _remove_first(self, *, behind: bool = False, pinned: bool = False) -> bool:
         """Remove the first checkpoint that frees pages; return whether there was one.
 
-        Those met before it, which are in use or under pins, go behind the others.
+        Of those left ``behind``, or of all. Those met before it, which are in use or under pins, go
+        to the end of the order.
         """
         for _ in range(len(self._checkpoints) if self.idle else 0):
             base, checkpoint = next(iter(self._checkpoints.items()))
+            if behind and not checkpoint.behind:
+                break
             if (pinned or self._nodes[base] not in self._covered) and self._frees(checkpoint):
                 self._remove(checkpoint)
                 return True
+            checkpoint.behind = False
             self._checkpoints.move_to_end(base)
         return False
 
@@ -588,30 +583,24 @@ class GroupBoard(TreeObserver):
             end = self._checkpoints.get(int(leaf.pages[-1]))
             if end is not None:
                 self._remove(end)
-            behind = leaf.size - self._last_end(leaf.pages)
+            behind = leaf.size - _last(leaf.pages, self._are_ends)
             return behind if self.layout.state is not None else min(behind, most, portion)
 
         pages = self._tree.evict_leaf(choose, pinned=pinned)
         if pages is None:
             return False
         forget(pages)
-        if self.layout.state is not None:
-            self._evict_useless(parents[0], forget)
-        return True
-
-    def _evict_useless(self, node: Node | None, forget: Callable[[PageArray], None]) -> None:
-        """Evict what ``node`` and the runs before it have behind their last checkpoints.
-
-        As long as they are leaves that nothing holds or pins. A policy may find such a run worth
-        keeping, as many requests used it, but none can any more: they would need a state.
-        """
+        node = None if self.layout.state is None else parents[0]
+        # Nor can a request use what the runs before it have behind their last checkpoints. A policy
+        # may find such a run worth keeping, as many requests used it.
         while node is not None and node.parent is not None:
-            behind = node.size - self._last_end(node.pages)
+            behind = node.size - _last(node.pages, self._are_ends)
             if node.children or node.holders or node in self._covered or not behind:
-                return
+                break
             parent = node.parent if behind == node.size else None
             forget(self._tree.remove(node, behind))
             node = parent
+        return True
 
     def drop_idle(self, top: Node) -> None:
         """Drop checkpoints and rows of ``top`` and all nodes behind it that nothing uses."""
@@ -633,25 +622,20 @@ class GroupBoard(TreeObserver):
             pages=self.stored,
             idle_pages=self.idle,
             rows=counters.rows_stored - counters.rows_evicted,
-            loose_rows=int(np.count_nonzero(self._loose & (self._windows != _STATE))),
+            loose_rows=int(np.count_nonzero(self._loose)),
             checkpoints=len(self._checkpoints),
         )
 
     def report(self, sequence: int | None) -> None:
         """Report rows and checkpoints that a sequence or a pin stored, and those replaced."""
-        if self._stored:
-            stored, self._stored = self._stored, _Changes(len(self.layout.windows))
-            self.lock.emit(GroupsStored(sequence, *stored.parts()))
-        lost = self.take_lost()
-        if lost is not None:
+        if (stored := self._stored.pop()) is not None:
+            self.lock.emit(GroupsStored(sequence, stored.checkpoints, stored.rows))
+        if (lost := self._lost.pop()) is not None:
             self.lock.emit(Evicted(frozen(EMPTY_PAGES), "replaced", lost))
 
     def take_lost(self) -> GroupsLost | None:
         """Return the rows and checkpoints lost since the last call; None: none."""
-        if not self._lost:
-            return None
-        lost, self._lost = self._lost, _Changes(len(self.layout.windows))
-        return GroupsLost(*lost.parts(), lost.freed)
+        return self._lost.pop()
 
     def check(
         self,
@@ -664,48 +648,44 @@ class GroupBoard(TreeObserver):
         ``nodes`` are those of the tree but the roots. Sequences and pins have ``references``.
         """
         layout, counters = self.layout, self.counters
-        is_base = np.zeros_like(self._ends)
+        is_base, loose = np.zeros_like(self._ends), np.zeros_like(self._loose)
+        needs = [np.zeros_like(each) for each in self._needs]
+        stored: list[PageArray] = []  # pages of rows and states
         for node in nodes:
             assert node.groups is self
             assert all(each is node for each in self._nodes[node.pages]), "a page of another node"
             is_base[node.pages] = True
         assert not self._nodes[~is_base].any(), "a node of a page that is not stored"
-        bases = np.flatnonzero(self._ends).tolist()
-        assert bases == sorted(self._checkpoints), "an end without a checkpoint, or without an end"
-        gone = counters.checkpoints_evicted + counters.checkpoints_replaced
-        assert len(bases) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
-        needs = [np.zeros_like(each) for each in self._needs]
-        loose, stored = np.zeros_like(self._loose), []
+        ends = np.flatnonzero(self._ends).tolist()
+        assert ends == sorted(self._checkpoints), "an end without a checkpoint, or without an end"
         for base, checkpoint in self._checkpoints.items():
             node, state = self._nodes[base], checkpoint.state
             assert base == checkpoint.base == node.pages[checkpoint.page - node.depth - 1]
             assert checkpoint.page % layout.grid == 0
             assert (state is None) == (layout.state is None)
-            for window, path in enumerate(self._needed(checkpoint)):
-                needs[window][path] += 1
-            if state is not None:
-                stored.append(state)
-                assert (self._bases[state[0]], self._windows[state[0]]) == (base, _STATE)
-                loose[state[0]] = self._loose[state[0]]
-        rows_count = 0
+            stored += [] if state is None else [state]
+            for window, bases in enumerate(self._needed(checkpoint)):
+                needs[window][bases] += 1
+        count = 0
         for window, rows in enumerate(self.rows):
             missing = rows < 0
             assert (missing.all(axis=1) == missing.any(axis=1)).all(), "half a row"
             assert missing[~is_base].all(), "a row outlives its page"
             assert (needs[window] == self._needs[window]).all(), "wrong needs"
             assert not needs[window][missing[:, 0]].any(), "a checkpoint needs a missing row"
-            there = np.flatnonzero(~missing[:, 0])
-            firsts = rows[there, 0]
-            assert (self._bases[firsts] == there).all(), "a row has moved"
+            bases = np.flatnonzero(~missing[:, 0]).astype(np.int32)
+            firsts, count = rows[bases, 0], count + len(bases)
+            assert (self._bases[firsts] == bases).all(), "a row has moved"
             assert (self._windows[firsts] == window).all()
-            loose[firsts] = needs[window][there] == 0
-            assert layout.state is None or not loose[firsts].any(), "a loose row, with states"
-            stored.append(rows[there].ravel())
-            rows_count += len(there)
-        assert rows_count == counters.rows_stored - counters.rows_evicted, "wrong count of rows"
-        assert (loose == self._loose).all(), "what is marked as loose is needed, or the reverse"
-        idle = np.flatnonzero(loose & self._in_tree & (self.pool.references == 1))
-        assert set(idle.tolist()) <= self._queue.keys(), "a loose row or state is not queued"
+            loose[firsts] = needs[window][bases] == 0
+            stored.append(rows[bases].ravel())
+        assert count == counters.rows_stored - counters.rows_evicted, "rows are counted wrongly"
+        gone = counters.checkpoints_evicted + counters.checkpoints_replaced
+        assert len(ends) == counters.checkpoints_stored - gone, "a checkpoint was not counted"
+        assert (loose == self._loose).all(), "the loose rows are not those that nothing needs"
+        assert layout.state is None or not loose.any(), "a loose row, though there are states"
+        idle = np.flatnonzero(loose & (self.pool.references == 1))
+        assert set(idle.tolist()) <= self._queue.keys(), "a loose row is not queued"
         pages = joined(stored)
         assert len(np.unique(pages)) == len(pages), "the tree stores a row or state twice"
         assert (np.flatnonzero(self._in_tree) == np.sort(pages)).all(), "wrong pages of the tree"

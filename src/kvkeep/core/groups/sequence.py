@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -79,27 +78,16 @@ class _WindowRows:
         lacking = self._board.lacking[self.pages[:1]].sum()
         return self.first * self._board.layout.page_size + int(lacking)
 
-    def replace(self, first: int, pages: PageArray) -> None:
-        """Release all rows; go on with those in ``pages``, of the pages of tokens from ``first``.
+    def needed(self, position: int) -> int:
+        """Return the first page whose row is read when computing goes on at ``position``."""
+        return self.spec.first_needed(position, self._board.layout.page_size)
 
-        Takes over a reference to each.
-        """
+    def replace(self, first: int, pages: PageArray) -> None:
+        """Release all rows, and take over those in ``pages``: of page ``first`` and the next."""
         before = self.pages
         freed = np.full(first * self.spec.pages, -1, np.int32)
         self.table, self.first = GrowingArray(np.concatenate((freed, pages))), first
         self._board.release(before)
-
-    def load(self, position: int, first: int, pages: PageArray) -> None:
-        """`replace` by new rows, of which the tokens that ``position`` does not attend to lack."""
-        self.replace(first, pages)
-        self._board.lacking[pages[:: self.spec.pages]] = 0
-        begin = self.spec.first_token(position)
-        self._board.lacking[pages[:1]] = begin - first * self._board.layout.page_size
-
-    def extend(self, pages: PageArray) -> None:
-        """Append new rows."""
-        self._board.lacking[pages[:: self.spec.pages]] = 0
-        self.table.extend(pages)
 
     def exchange(self, at: int, row: PageArray) -> PageArray:
         """Put a new row at page ``at``; return the one before, with its reference."""
@@ -111,7 +99,7 @@ class _WindowRows:
     def free(self, position: int) -> None:
         """Free the rows that no token from ``position`` on attends to."""
         rows = self.rows
-        first = min(self.spec.first_needed(position, self._board.layout.page_size), len(rows))
+        first = min(self.needed(position), len(rows))
         if first > self.first:
             self._board.release(rows[self.first : first].ravel())
             rows[self.first : first] = -1
@@ -127,28 +115,11 @@ class _WindowRows:
     def fork(self, position: int) -> Self:
         """Return the same rows, for a fork that goes on at ``position``."""
         other = type(self)(self._board, self.number, self.spec)
-        needed = self.spec.first_needed(position, self._board.layout.page_size)
-        first = min(max(self.first, needed), len(self.rows))
+        first = min(max(self.first, self.needed(position)), len(self.rows))
         pages = self.rows[first:].ravel()
         self._board.retain(pages)
         other.replace(first, pages)
         return other
-
-
-@dataclass(slots=True, eq=False)
-class _Unpublished:
-    """A checkpoint that the tree does not have yet, with references to all that it needs.
-
-    The rows may leave the windows of the sequence before it is published.
-    """
-
-    page: int
-    branch: bool
-    state: PageArray
-    rows: list[Rows]  # of each window, up to `page`
-
-    def references(self) -> list[PageArray]:
-        return [self.state, *(rows.ravel() for rows in self.rows)]
 
 
 class SequenceGroups:
@@ -200,7 +171,9 @@ class SequenceGroups:
         self._windows = [_WindowRows(board, *each) for each in enumerate(board.layout.windows)]
         self._planned: dict[int, CheckpointKind] = {}  # pages, on the grid
         self._end = 0  # the last page of the prompt at which a checkpoint can be
-        self._unpublished: list[_Unpublished] = []
+        # Checkpoints that the tree lacks, by page: the state, and whether it is a branch.
+        # Their rows stay in the tables.
+        self._unpublished: dict[int, tuple[PageArray, bool]] = {}
         self._last: Checkpoint | None = None  # that it used or stored
         self._offered = 0  # leading pages whose rows the tree was offered
         self._mark: int | None = None  # the position of the mark, and the state there
@@ -298,9 +271,11 @@ class SequenceGroups:
             stop = whole("the end of the pass, in tokens,", stop, self.position, len(self.row))
             self._check_copied()
             self._finish()
-            marked = self.position if self._mark is None else min(self.position, self._mark)
+            needed = [self.position, *(page * self._size for page in self._unpublished)]
+            if self._mark is not None:
+                needed.append(self._mark)
             for window in self._windows:
-                window.free(marked)
+                window.free(min(needed))
             at, offset = divmod(self.position, self._size)
             partial = self._windows if offset and stop > self.position else ()
             shared = [window for window in partial if board.is_shared(window.rows[at])]
@@ -308,14 +283,14 @@ class SequenceGroups:
                 max(0, -(-stop // self._size) - len(window.rows)) * window.spec.pages
                 for window in self._windows
             ]
-            pages = board.pool.take(sum(fresh) + sum(window.spec.pages for window in shared))
+            pages = board.take(sum(fresh) + sum(window.spec.pages for window in shared))
             copies = []
             for window in shared:
                 row, pages = pages[: window.spec.pages], pages[window.spec.pages :]
                 copies.append(RowCopy(window.number, window.exchange(at, row), row, offset))
             self._made += [copy.src for copy in copies]
             for window, count in zip(self._windows, fresh, strict=True):
-                window.extend(pages[:count])
+                window.table.extend(pages[:count])
                 pages = pages[count:]
             self.position = stop
             return copies
@@ -339,22 +314,26 @@ class SequenceGroups:
             if self._waiting_forks:
                 raise IllegalStep("a fork waits for the state; call copies() and make them first")
             self._finish()
-            specs, end = self._board.layout.windows, -(-position // self._size)
-            firsts = [spec.first_needed(position, self._size) for spec in specs]
-            counts = [(end - first) * spec.pages for first, spec in zip(firsts, specs, strict=True)]
-            pages = self._board.pool.take(sum(counts))
-            for window, first, count in zip(self._windows, firsts, counts, strict=True):
-                window.load(position, first, pages[:count])
+            end = -(-position // self._size)
+            counts = [(end - each.needed(position)) * each.spec.pages for each in self._windows]
+            pages = self._board.take(sum(counts))
+            for window, count in zip(self._windows, counts, strict=True):
+                first = window.needed(position)
+                window.replace(first, pages[:count])
+                begin = window.spec.first_token(position)
+                self._board.lacking[window.pages[:1]] = begin - first * self._size
                 pages = pages[count:]
             self._drop_source()
-            self._unmark()  # what its windows need is gone
+            self.unmark()  # what its windows need is gone, and what checkpoints need
+            self._drop_unpublished()
             self.position = position
 
     def checkpoint(self, position: int) -> StateCopy | None:
         """Keep the state at ``position``, where the last pass ended, for later requests.
 
         Returns the copy to make before the next pass. None if there is nothing to copy: the model
-        has no states, or the pool has no room. Others can resume there after `Sequence.publish`.
+        has no states, or the pool has no room. Others can resume there after `Sequence.publish`;
+        until then the sequence keeps the rows that they need.
 
         Raises:
             IllegalStep: the last pass ended elsewhere.
@@ -379,19 +358,13 @@ class SequenceGroups:
                 return None
             page = position // self._size
             branch = self._planned.pop(page, None) == "branch"
-            if any(each.page == page for each in self._unpublished):
+            if page in self._unpublished:
                 return None
             if len(self.state) > board.available:
                 board.counters.checkpoints_without_room += 1
                 return None
-            state = board.pool.take(len(self.state))
-            rows = [
-                window.rows[first:page].copy()
-                for window, first in zip(self._windows, board.layout.needed(page), strict=True)
-            ]
-            for part in rows:
-                board.retain(part.ravel())
-            self._unpublished.append(_Unpublished(page, branch, state, rows))
+            state = board.take(len(self.state))
+            self._unpublished[page] = state, branch
             return StateCopy(self.state, state)
 
     def mark(self) -> StateCopy | None:
@@ -406,8 +379,8 @@ class SequenceGroups:
             self._check_copied()
             state = self.state
             if state is not None and (self._marked is None or self._board.is_shared(self._marked)):
-                pages = self._board.pool.take(len(state))  # a fork copies from the old ones
-                self._unmark()
+                pages = self._board.take(len(state))  # a fork copies from the old ones
+                self.unmark()
                 self._marked = pages
             self._mark = self.position
             return None if state is None or self._marked is None else StateCopy(state, self._marked)
@@ -416,12 +389,9 @@ class SequenceGroups:
         """Forget the position of `mark`; does nothing without one."""
         with self._board.lock:
             self._check_open("unmark a position of")
-            self._unmark()
-
-    def _unmark(self) -> None:
-        if self._marked is not None:
-            self._board.release(self._marked)
-        self._mark = self._marked = None
+            if self._marked is not None:
+                self._board.release(self._marked)
+            self._mark = self._marked = None
 
     def _check_open(self, step: str) -> None:
         if self._closed:
@@ -458,7 +428,8 @@ class SequenceGroups:
     def hold(self, path: PageArray, checkpoint: Checkpoint | None) -> None:
         """Go on at the end of ``path``, of base pages: take references to what resuming reads."""
         self.position = len(path) * self._size
-        for window, first in zip(self._windows, self._board.layout.needed(len(path)), strict=True):
+        for window in self._windows:
+            first = window.needed(self.position)
             pages = self._board.rows[window.number][path[first:]].ravel()
             self._board.retain(pages)
             window.replace(first, pages)
@@ -490,7 +461,7 @@ class SequenceGroups:
 
     def fork(self) -> SequenceGroups:
         """Return those of a fork, which goes on from here. Raises `OutOfPages`."""
-        state = None if self.state is None else self._board.pool.take(len(self.state))
+        state = None if self.state is None else self._board.take(len(self.state))
         other = SequenceGroups(self._board)
         other.position, other.state, other._offered = self.position, state, self._offered
         other._planned, other._end = self._planned.copy(), self._end
@@ -510,12 +481,13 @@ class SequenceGroups:
         path = path[: self.position // self._size]
         if self.state is None:
             self._offer(path)
-        for each in [each for each in self._unpublished if each.page <= len(path)]:
-            needed = enumerate(board.layout.needed(each.page))
-            for (window, first), rows in zip(needed, each.rows, strict=True):
-                board.store(window, path[first : each.page], rows)
-            self._go_on_from(board.add(path[: each.page], each.state, branch=each.branch))
-            self._drop(each)
+        for page in [page for page in self._unpublished if page <= len(path)]:
+            state, branch = self._unpublished.pop(page)
+            for window in self._windows:
+                first = window.needed(page * self._size)
+                board.store(window.number, path[first:page], window.rows[first:page])
+            self._go_on_from(board.add(path[:page], state, branch=branch))
+            board.release(state)
         board.report(sequence)
 
     def _offer(self, path: PageArray) -> None:
@@ -540,10 +512,10 @@ class SequenceGroups:
         if before is not None:
             self._board.extended(before, checkpoint)
 
-    def _drop(self, checkpoint: _Unpublished) -> None:
-        self._unpublished.remove(checkpoint)
-        for pages in checkpoint.references():
-            self._board.release(pages)
+    def _drop_unpublished(self, position: int = 0) -> None:
+        """Drop the checkpoints behind ``position`` that the tree does not have."""
+        for page in [page for page in self._unpublished if page * self._size > position]:
+            self._board.release(self._unpublished.pop(page)[0])
 
     def rewind(self, length: int, path: PageArray) -> None:
         """Go back so that nothing behind token ``length`` is computed; `position` tells how far.
@@ -554,10 +526,8 @@ class SequenceGroups:
         pages = length // self._size
         self._planned = {page: kind for page, kind in self._planned.items() if page <= pages}
         self._end = min(self._end, self._board.layout.floor(pages))
-        for each in [each for each in self._unpublished if each.page > pages]:
-            self._drop(each)
         if self._mark is not None and self._mark > length:
-            self._unmark()
+            self.unmark()
         if self.position <= length:
             return
         self._finish()
@@ -569,6 +539,7 @@ class SequenceGroups:
         page, checkpoint = self._board.resume(path[:pages])
         if self._mark is None or self._marked is None or self._mark < page * self._size:
             self.hold(path[:page], checkpoint)
+            self._drop_unpublished()
             self._offered = min(self._offered, page)
             return
         self._board.retain(self._marked)
@@ -577,6 +548,7 @@ class SequenceGroups:
         self._cut(self._mark)
 
     def _cut(self, position: int) -> None:
+        self._drop_unpublished(position)
         for window in self._windows:
             window.cut(-(-position // self._size))
         self._offered = min(self._offered, position // self._size)
@@ -595,8 +567,7 @@ class SequenceGroups:
     def references(self) -> Iterator[PageArray]:
         """Yield the pages of all references of this sequence."""
         yield from (window.pages for window in self._windows)
-        for each in self._unpublished:
-            yield from each.references()
+        yield from (state for state, _ in self._unpublished.values())
         held = (self.state, self._marked, self._source)
         yield from (pages for pages in held if pages is not None)
         yield from self._made
