@@ -63,6 +63,11 @@ class _WindowRows:
         self.table = GrowingArray(EMPTY_PAGES)
 
     @property
+    def end(self) -> int:
+        """Pages of tokens in the table."""
+        return len(self.table) // self.spec.pages
+
+    @property
     def rows(self) -> Rows:
         """One row a page of tokens, as a view to change; -1 where freed."""
         return self.table.values.reshape(-1, self.spec.pages)
@@ -98,16 +103,16 @@ class _WindowRows:
 
     def free(self, position: int) -> None:
         """Free the rows that no token from ``position`` on attends to."""
-        rows = self.rows
-        first = min(self.needed(position), len(rows))
+        first = min(self.needed(position), self.end)
         if first > self.first:
-            self._board.release(rows[self.first : first].ravel())
-            rows[self.first : first] = -1
+            gone = self.rows[self.first : first]
+            self._board.release(gone.ravel())
+            gone[:] = -1
             self.first = first
 
     def cut(self, pages: int) -> None:
         """Release the rows behind the first ``pages`` pages of tokens."""
-        pages = min(pages, len(self.rows))
+        pages = min(pages, self.end)
         self._board.release(self.rows[max(self.first, pages) :].ravel())
         self.table.cut(pages * self.spec.pages)
         self.first = min(self.first, pages)
@@ -115,7 +120,7 @@ class _WindowRows:
     def fork(self, position: int) -> Self:
         """Return the same rows, for a fork that goes on at ``position``."""
         other = type(self)(self._board, self.number, self.spec)
-        first = min(max(self.first, self.needed(position)), len(self.rows))
+        first = min(max(self.first, self.needed(position)), self.end)
         pages = self.rows[first:].ravel()
         self._board.retain(pages)
         other.replace(first, pages)
@@ -280,18 +285,20 @@ class SequenceGroups:
             partial = self._windows if offset and stop > self.position else ()
             shared = [window for window in partial if board.is_shared(window.rows[at])]
             fresh = [
-                max(0, -(-stop // self._size) - len(window.rows)) * window.spec.pages
+                max(0, -(-stop // self._size) - window.end) * window.spec.pages
                 for window in self._windows
             ]
-            pages = board.take(sum(fresh) + sum(window.spec.pages for window in shared))
-            copies = []
+            copies: list[RowCopy] = []
+            count = sum(fresh) + sum(window.spec.pages for window in shared)
+            pages = board.take(count) if count else EMPTY_PAGES
             for window in shared:
                 row, pages = pages[: window.spec.pages], pages[window.spec.pages :]
                 copies.append(RowCopy(window.number, window.exchange(at, row), row, offset))
-            self._made += [copy.src for copy in copies]
             for window, count in zip(self._windows, fresh, strict=True):
-                window.table.extend(pages[:count])
-                pages = pages[count:]
+                if count:
+                    window.table.extend(pages[:count])
+                    pages = pages[count:]
+            self._made += [copy.src for copy in copies]
             self.position = stop
             return copies
 
@@ -434,6 +441,8 @@ class SequenceGroups:
             self._board.retain(pages)
             window.replace(first, pages)
         self._drop_source()
+        self._drop_unpublished()
+        self._offered = min(self._offered, len(path))
         if checkpoint is not None:
             self._last = checkpoint
             if checkpoint.state is not None:
@@ -539,13 +548,11 @@ class SequenceGroups:
         page, checkpoint = self._board.resume(path[:pages])
         if self._mark is None or self._marked is None or self._mark < page * self._size:
             self.hold(path[:page], checkpoint)
-            self._drop_unpublished()
-            self._offered = min(self._offered, page)
-            return
-        self._board.retain(self._marked)
-        self._drop_source()
-        self._wait_for(self._marked)
-        self._cut(self._mark)
+        else:
+            self._board.retain(self._marked)
+            self._drop_source()
+            self._wait_for(self._marked)
+            self._cut(self._mark)
 
     def _cut(self, position: int) -> None:
         self._drop_unpublished(position)

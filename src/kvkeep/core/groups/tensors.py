@@ -97,11 +97,6 @@ class GroupedTensors:
         )
         self.state_parts = tuple(self._state_parts())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.plan.page_bytes
-
     def copy(self, copies: Iterable[PageCopy | RowCopy | StateCopy]) -> None:
         """Make copies, in order.
 
