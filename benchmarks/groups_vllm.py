@@ -265,7 +265,6 @@ class Ours:
                 stops = groups.stops
                 stop = min([len(row), groups.position + CHUNK, *stops])
                 groups.reach(stop)
-                groups.copies()
                 if stop in stops:
                     groups.checkpoint(stop)
                 sequence.publish(min(stop, known))

@@ -144,7 +144,6 @@ def windowed(count: int, *, step: str) -> Iterator[Callable[[], object]]:
             assert groups is not None
             groups.copies()
             groups.reach(sequence.num_tokens)
-            groups.copies()
             sequence.publish()
 
     serve(tokens)

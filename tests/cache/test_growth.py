@@ -199,7 +199,6 @@ def compute(cache: PagedCache, tokens: object) -> Sequence:
     while groups.position < sequence.num_tokens:
         stops = [stop for stop in groups.stops if stop > groups.position]
         groups.reach(min([sequence.num_tokens, *stops]))
-        groups.copies()
         if groups.position in stops:
             groups.checkpoint(groups.position)
     sequence.publish()

@@ -187,7 +187,6 @@ def test_a_missing_state_names_the_nearest_place() -> None:
     for stop in (8, 17):
         sequence.groups.copies()
         sequence.groups.reach(stop)
-        sequence.groups.copies()
         if stop == 8:
             sequence.groups.checkpoint(stop)
     sequence.publish()

@@ -87,7 +87,7 @@ class Hybrid:
             self._copy(one)  # states that forks begin with, before any pass changes them
         for one, stop in zip(self.running, stops, strict=True):
             if one.sequence.groups is not None:
-                one.sequence.groups.reach(stop)
+                self.runner.copy(one.sequence.groups.reach(stop))
             self._copy(one)
         if not self.cache.reuse:
             self._ruin()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep import PagedCache
-from kvkeep.core.groups import GroupLayout, RowCopy, StateSpec, WindowSpec
+from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Tokens
@@ -61,12 +61,15 @@ class SymbolicEngine:
             self.slots[copy.dst, : copy.tokens] = self.slots[copy.src, : copy.tokens]
         assert seq.groups is not None
         for copy in seq.groups.copies():
-            if isinstance(copy, RowCopy):
-                for src, dst in zip(copy.src.tolist(), copy.dst.tolist(), strict=True):
-                    self.slots[dst] = None
-                    self.slots[dst, : copy.tokens] = self.slots[src, : copy.tokens]
-            else:
-                self.copy_state(copy)
+            self.copy_state(copy)
+
+    def reach(self, seq: Sequence, stop: int) -> None:
+        """Prepare a pass, and make the copies of rows."""
+        assert seq.groups is not None
+        for copy in seq.groups.reach(stop):
+            for src, dst in zip(copy.src.tolist(), copy.dst.tolist(), strict=True):
+                self.slots[dst] = None
+                self.slots[dst, : copy.tokens] = self.slots[src, : copy.tokens]
 
     def copy_state(self, copy: Any) -> None:
         for src, dst in zip(copy.src.tolist(), copy.dst.tolist(), strict=True):
@@ -83,8 +86,7 @@ class SymbolicEngine:
         start = groups.position
         wanted = keep and stop in groups.stops
         self.make(seq)
-        groups.reach(stop)
-        self.make(seq)
+        self.reach(seq, stop)
         self.reads(seq, tokens, start, salt)
         for at in range(start, stop):
             page, offset = divmod(at, self.size)
@@ -157,7 +159,7 @@ def brute_force(engine: SymbolicEngine, prompt: Tokens[int], namespace: str = ""
     if match is None:
         return 0
     assert cache.board is not None
-    rows = cache.board.rows.rows
+    rows = cache.board.rows
     points = {point for run in cache.runs(namespace) for point in _ends(run)}
 
     def keeps(window: int, page: int) -> bool:

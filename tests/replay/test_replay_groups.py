@@ -64,7 +64,6 @@ def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> l
                 stop = min([end, groups.position + 2048, *groups.stops])
                 planned = stop in groups.stops
                 groups.reach(stop)
-                groups.copies()
                 if planned:
                     groups.checkpoint(stop)
                 sequence.publish(stop)
@@ -75,7 +74,6 @@ def by_hand(work: Workload, pages: int, layout: GroupLayout, eviction: str) -> l
         sequence.copies()
         while groups.position < sequence.num_tokens:
             groups.reach(min(sequence.num_tokens, groups.position + 2048))
-            groups.copies()
         sequence.close()
     cache.check()
     return hits

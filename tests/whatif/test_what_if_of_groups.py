@@ -19,7 +19,6 @@ def request(cache: PagedCache, tokens: np.ndarray) -> None:
             stop = min(len(tokens), *groups.stops)
             sequence.copies(), groups.copies()
             groups.reach(stop)
-            groups.copies()
             if stop in groups.stops:
                 groups.checkpoint(stop)
             sequence.publish(stop)

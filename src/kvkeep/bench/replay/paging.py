@@ -74,7 +74,6 @@ class Passes:
             stops = groups.stops if checkpoints else []
             end = min([stop, groups.position + self._pass, *stops])
             groups.reach(end)
-            groups.copies()
             self.most_pages = max(self.most_pages, self._used(sequence, groups))
             if end in stops:
                 groups.checkpoint(end)

@@ -112,7 +112,7 @@ class CacheParts:
             shortened = None if match is None or not page else match.first(page)
             needed, available = total - page, self.pool.num_free
             if needed > available:
-                beside = board.rows.count_idle(board.used_pages(path[:page], checkpoint))
+                beside = board.count_idle(board.used_pages(path[:page], checkpoint))
                 available = self._available() - self.tree.protects(shortened) - beside
             if needed <= available:
                 board.counters.resumes_given_up += given_up
@@ -131,7 +131,7 @@ class CacheParts:
 
     def _available(self) -> int:
         """Return the number of pages that are free or evictable."""
-        idle = 0 if self.board is None else self.board.rows.idle
+        idle = 0 if self.board is None else self.board.idle
         return self.pool.num_free + self.tree.num_evictable + idle
 
     def _make_room(self, count: int) -> None:

@@ -135,12 +135,8 @@ class Pins(TreeObserver):
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        groups, beside = None, []
-        if self.groups is not None and hard:
-            groups = self.groups.keep(hold)
-            beside = groups.tolist()
-        elif self.groups is not None:
-            self.groups.pinned(hold)
+        groups = None if self.groups is None else self.groups.pinned(hold, hard=hard)
+        beside = [] if groups is None else groups.tolist()
         if hard:
             needed = (
                 self.num_hard_pages
@@ -149,7 +145,7 @@ class Pins(TreeObserver):
             )
             if needed > self.hard_budget:
                 if groups is not None and self.groups is not None:
-                    self.groups.rows.release(groups)
+                    self.groups.release(groups)
                 raise InvalidValue(
                     f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                     "unpin something, pin softly, or give the cache a larger hard_pin_pages"
@@ -193,10 +189,9 @@ class Pins(TreeObserver):
             tree.release(node)
         elif queued:
             tree.enqueue(node)
-        if self.groups is not None:
-            if pin.groups is not None:
-                self._beside -= Counter(pin.groups.tolist())
-            self.groups.unpinned(node, pin.groups)
+        if self.groups is not None and pin.groups is not None:
+            self._beside -= Counter(pin.groups.tolist())
+            self.groups.release(pin.groups)
             pin.groups = None
 
     def _forget(self, pin: Pin) -> None:

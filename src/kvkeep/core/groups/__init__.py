@@ -10,24 +10,22 @@ more than a page.
 
     plan.py         GroupLayout: sizes in pages; GroupPlan: from a model's geometry, in bytes
     tensors.py      GroupedTensors: the memory
-    rows.py         TreeRows, RowTables: rows of the tree and of a sequence, and their references
-    checkpoints.py  GroupBoard: checkpoints of the tree, what goes first for room, and the recount
-    sequence.py     SequenceGroups: the passes of one sequence, its copies and planned checkpoints
+    checkpoints.py  GroupBoard: rows and checkpoints of the tree, and what goes first for room
+    sequence.py     SequenceGroups: rows and state of one sequence, its passes and copies
 """
 
 from __future__ import annotations
 
 from kvkeep.core.groups.checkpoints import GroupBoard, GroupStats
-from kvkeep.core.groups.plan import GroupLayout, GroupPlan, LayerPlace, StateSpec, WindowSpec
-from kvkeep.core.groups.rows import RowCopy, StateCopy
-from kvkeep.core.groups.sequence import SequenceGroups
+from kvkeep.core.groups.plan import GroupLayout, GroupPlan, LayerPart, StateSpec, WindowSpec
+from kvkeep.core.groups.sequence import RowCopy, SequenceGroups, StateCopy
 
 __all__ = [
     "GroupBoard",
     "GroupLayout",
     "GroupPlan",
     "GroupStats",
-    "LayerPlace",
+    "LayerPart",
     "RowCopy",
     "SequenceGroups",
     "StateCopy",

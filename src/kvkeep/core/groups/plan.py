@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvkeep.core.geometry import KVGeometry, LayerGroup
+    from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 
-__all__ = ["GroupLayout", "GroupPlan", "LayerPlace", "StateSpec", "WindowSpec"]
+__all__ = ["GroupLayout", "GroupPlan", "LayerPart", "StateSpec", "WindowSpec"]
 
 _LONGEST: Final = 1 << 62
 """A span in tokens beyond any sequence, which arrays of positions can hold."""
@@ -55,9 +55,8 @@ class WindowSpec:
         """Return the first page whose row is read when computing goes on at token ``position``."""
         return self.first_token(position) // page_size
 
-    def first_token_each(self, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:
-        """Return `first_token` at the beginnings of the pages ``start`` … ``stop``."""
-        positions = np.arange(start, stop + 1, dtype=np.int64) * page_size
+    def first_tokens(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return `first_token` of each position."""
         span = min(self.span, _LONGEST)
         if self.chunked:
             return positions // span * span
@@ -131,10 +130,9 @@ class GroupLayout:
         """Return the largest resumable position up to ``pages``, in pages, on the grid alone."""
         return pages // self.grid * self.grid
 
-    def needed(self, page: int) -> list[tuple[int, int]]:
-        """Return each window, and the first page whose row is needed to resume at ``page``."""
-        position, size = page * self.page_size, self.page_size
-        return [(at, spec.first_needed(position, size)) for at, spec in enumerate(self.windows)]
+    def needed(self, page: int) -> list[int]:
+        """Return, for each window, the first page whose row is needed to resume at ``page``."""
+        return [spec.first_needed(page * self.page_size, self.page_size) for spec in self.windows]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -148,16 +146,18 @@ class GroupLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where the KV of one layer lies: ``offset`` bytes into a pool page.
+class LayerPart:
+    """Layers whose KV lies in the same pool pages, one after another from byte ``offset`` on.
 
-    ``window`` is the number of the layer's window group and ``page`` the place of the pool page in
-    a row of it; None and 0 for a layer whose KV is in the base pages.
+    ``window`` is the number of their window group and ``page`` the place of the pool page in a row
+    of it; None and 0 for layers whose KV is in the base pages. All of them have one ``shape``.
     """
 
     window: int | None
     page: int
     offset: int
+    layers: tuple[int, ...]
+    shape: AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,64 +175,45 @@ class GroupPlan:
         page_size: tokens of a page.
         page_bytes: bytes of a pool page.
         layout: for `PagedCache`; None if every layer keeps every token.
+        parts: where the KV of the layers with attention lies.
     """
 
     geometry: KVGeometry
     page_size: int
     page_bytes: int = field(init=False)
     layout: GroupLayout | None = field(init=False)
+    parts: tuple[LayerPart, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        size = whole("page_size", self.page_size, 1)
-        windows = self._windows()
-        base = sum(self._piece(group) * len(group.layers) for group in self._base())
-        state = self.geometry.bytes_per_state
-        least = max((self._piece(group) for group in windows), default=-(-state // _STATE_PAGES))
-        page_bytes = max(base, least)
-        object.__setattr__(self, "page_bytes", page_bytes)
-        rows = tuple(
-            WindowSpec(
-                span=group.span or 0,
-                pages=-(-len(group.layers) // (page_bytes // self._piece(group))),
-                chunked=group.kind == "chunk",
-            )
-            for group in windows
-        )
-        grid = math.lcm(*(group.grid for group in self.geometry.groups))
+        size, geometry = whole("page_size", self.page_size, 1), self.geometry
+        parts: list[LayerPart] = []
+        rows: list[WindowSpec] = []
+        base, state = 0, geometry.bytes_per_state
+        least = -(-state // _STATE_PAGES)
+        windows: list[tuple[LayerGroup, AttentionShape, int]] = []
+        for group in geometry.groups:
+            if group.shape is None:
+                continue
+            piece = size * group.shape.bytes_per_token(geometry.dtype, geometry.tp)  # of a layer
+            if group.span is not None:
+                windows.append((group, group.shape, piece))
+            else:
+                parts.append(LayerPart(None, 0, base, group.layers, group.shape))
+                base += piece * len(group.layers)
+        page_bytes = max(base, max((piece for *_, piece in windows), default=least))
+        for group, shape, piece in windows:
+            fit = page_bytes // piece
+            cuts = [group.layers[at : at + fit] for at in range(0, len(group.layers), fit)]
+            parts += [
+                LayerPart(len(rows), page, 0, layers, shape) for page, layers in enumerate(cuts)
+            ]
+            rows.append(WindowSpec(group.span or 0, len(cuts), group.kind == "chunk"))
+        grid = math.lcm(*(group.grid for group in geometry.groups))
         states = StateSpec(-(-state // page_bytes), grid) if state else None
-        layout = GroupLayout(size, rows, states) if rows or states else None
+        layout = GroupLayout(size, tuple(rows), states) if rows or states else None
+        object.__setattr__(self, "page_bytes", page_bytes)
         object.__setattr__(self, "layout", layout)
-
-    def _base(self) -> list[LayerGroup]:
-        groups = self.geometry.groups
-        return [group for group in groups if group.shape is not None and group.span is None]
-
-    def _windows(self) -> list[LayerGroup]:
-        return [group for group in self.geometry.groups if group.span is not None]
-
-    def _piece(self, group: LayerGroup) -> int:
-        """Return the bytes of a page of tokens in one layer of ``group``."""
-        assert group.shape is not None
-        geometry = self.geometry
-        return self.page_size * group.shape.bytes_per_token(geometry.dtype, geometry.tp)
-
-    def place(self, layer: int) -> LayerPlace:
-        """Return where the KV of ``layer`` lies.
-
-        Raises:
-            InvalidValue: the layer has no attention.
-        """
-        offset = 0
-        for group in self._base():
-            if layer in group.layers:
-                return LayerPlace(None, 0, offset + group.layers.index(layer) * self._piece(group))
-            offset += len(group.layers) * self._piece(group)
-        for window, group in enumerate(self._windows()):
-            if layer in group.layers:
-                piece = self._piece(group)
-                page, at = divmod(group.layers.index(layer), self.page_bytes // piece)
-                return LayerPlace(window, page, at * piece)
-        raise InvalidValue(f"layer is {layer}, which has no attention in {self.geometry}")
+        object.__setattr__(self, "parts", tuple(parts))
 
     def pages_for(self, tokens: SupportsIndex) -> int:
         """Return the pool pages of a running sequence of ``tokens``, without its checkpoints."""
@@ -240,7 +221,8 @@ class GroupPlan:
         pages = -(-length // self.page_size)
         if self.layout is None:
             return pages
-        for group, row in zip(self._windows(), self.layout.windows, strict=True):
+        windows = [group for group in self.geometry.groups if group.span is not None]
+        for group, row in zip(windows, self.layout.windows, strict=True):
             pages += group.kept(length, self.page_size) // self.page_size * row.pages
         return pages + self.layout.state_pages
 

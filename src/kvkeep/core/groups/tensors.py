@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, require, whole
-from kvkeep.core.geometry import KVGeometry, LayerGroup, format_bytes
-from kvkeep.core.groups.rows import RowCopy, StateCopy
+from kvkeep.core.geometry import KVGeometry, format_bytes
+from kvkeep.core.groups.sequence import RowCopy, StateCopy
 
 require("torch", "torch")
 import torch  # noqa: E402 - after `require`, which says what to install
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvkeep.core.groups.plan import GroupPlan
+    from kvkeep.core.groups.plan import GroupPlan, LayerPart
     from kvkeep.core.pages import PageCopy
     from kvkeep.core.pages.tables import PageArray
     from kvkeep.core.pages.tensors import Layout
@@ -91,26 +91,11 @@ class GroupedTensors:
         self.layout = layout
         self._check_ids = check_ids
         self.device = self._memory.device
-        self.parts = tuple(self._parts())
+        self.parts = tuple(
+            LayerPages(part.window, part.page, part.layers, self._tensors(part))
+            for part in plan.parts
+        )
         self.state_parts = tuple(self._state_parts())
-        self._of_layer = {
-            layer: (part, at) for part in self.parts for at, layer in enumerate(part.layers)
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.plan.page_bytes
-
-    def of(self, layer: int) -> tuple[LayerPages, int]:
-        """Return where the KV of ``layer`` lies, and its number there.
-
-        Raises:
-            InvalidValue: the layer has no attention.
-        """
-        if layer not in self._of_layer:
-            raise InvalidValue(f"layer is {layer}; attention have {sorted(self._of_layer)}")
-        return self._of_layer[layer]
 
     def copy(self, copies: Iterable[PageCopy | RowCopy | StateCopy]) -> None:
         """Make copies, in order.
@@ -183,31 +168,18 @@ class GroupedTensors:
         words = content.to(self.device).contiguous().view(self._words.dtype)
         self._words.index_copy_(0, self._index(pages), words)
 
-    def _parts(self) -> Iterable[LayerPages]:
-        geometry, plan = self.plan.geometry, self.plan
-        for group in geometry.groups:
-            assert group.shape is not None or group.kind == "state"
-            places: dict[tuple[int | None, int], list[int]] = {}
-            for layer in group.layers if group.shape is not None else ():
-                place = plan.place(layer)
-                places.setdefault((place.window, place.page), []).append(layer)
-            for (window, page), layers in places.items():
-                yield LayerPages(window, page, tuple(layers), self._part(group, tuple(layers)))
-
-    def _part(self, group: LayerGroup, layers: tuple[int, ...]) -> PagedTensors:
-        """Return the memory of some layers of a group, which lie one after another in a page."""
-        geometry, shape = self.plan.geometry, group.shape
-        assert shape is not None
+    def _tensors(self, part: LayerPart) -> PagedTensors:
+        """Return the memory of the layers of a part."""
+        geometry, shape = self.plan.geometry, part.shape
         own = KVGeometry(
-            len(layers), shape.kv_heads, shape.head_dim, geometry.dtype,
+            len(part.layers), shape.kv_heads, shape.head_dim, geometry.dtype,
             value_dim=None if shape.latent_dim is not None else shape.value_dim,
             latent_dim=shape.latent_dim, tp=geometry.tp,
         )  # fmt: skip
-        offset = self.plan.place(layers[0]).offset
-        size = own.bytes_per_page(self.plan.page_size)
+        end = part.offset + own.bytes_per_page(self.plan.page_size)
         return PagedTensors(
             own, self.num_pages, self.plan.page_size,
-            device=self.device, memory=self._memory[:, offset : offset + size],
+            device=self.device, memory=self._memory[:, part.offset : end],
             layout=self.layout, check_ids=self._check_ids,
         )  # fmt: skip
 

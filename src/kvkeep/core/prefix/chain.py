@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import chain_keys, root_key
@@ -9,8 +10,11 @@ from kvkeep.core.prefix.tree import Encoder, Tree
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.core.keys import Namespace
     from kvkeep.core.prefix.marks import Marks
+    from kvkeep.core.prefix.policy import EvictionPolicy
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["ChainIndex"]
@@ -27,7 +31,14 @@ class ChainIndex(Tree):
     """
 
     name = "chain"
-    exact = False
+
+    def __init__(
+        self,
+        page_size: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(page_size, policy, clock, unit=KEY_BYTES)
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Return an encoder that computes each key of its sequence once."""

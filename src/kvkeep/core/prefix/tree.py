@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from kvkeep.core.keys import KEY_BYTES
 from kvkeep.core.pages.tables import joined
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, Root, TreeObserver, descend
@@ -113,9 +112,9 @@ class Tree:
         page_size: tokens of a page.
         policy: orders the candidates of this tree alone.
         clock: gives seconds, for the policy.
+        unit: bytes of symbols per page, of a tree that compares other things than tokens.
 
     Attributes:
-        unit: bytes of symbols per page.
         exact: symbols are tokens: a page can match in part, and tokens can be read back.
         roots: by namespace.
         num_pages: pages stored.
@@ -124,17 +123,19 @@ class Tree:
     """
 
     name = "radix"
-    exact = True
 
     def __init__(
         self,
         page_size: int,
         policy: EvictionPolicy,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        unit: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.policy = policy
-        self.unit = page_size * TOKEN_BYTES if self.exact else KEY_BYTES
+        self.exact = unit is None
+        self.unit = page_size * TOKEN_BYTES if unit is None else unit
         self._encoder = Encoder(page_size)
         self.marks = Marks()
         """The marks that stand for tokens with extras."""

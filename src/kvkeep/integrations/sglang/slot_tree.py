@@ -371,7 +371,7 @@ class SlotIndex(Tree):
         self.overlap = int(bigrams)
         """Tokens behind a page that are part of its name."""
         unit = (page_size + self.overlap) * _WIDTH
-        super().__init__(page_size, policy, unit=unit, exact=False, clock=clock)
+        super().__init__(page_size, policy, clock, unit=unit)
 
     def encoder(self, namespace: Namespace) -> Encoder:
         """Raise `IllegalStep`: the tokens of SGLang's requests are encoded by `symbols`."""

@@ -106,8 +106,7 @@ class GroupPasses:
         self._copies += groups.copies()
         if answer.drafts and (copy := groups.mark()) is not None:
             self._copies.append(copy)
-        groups.reach(stop)
-        self._copies += groups.copies()
+        self._copies += groups.reach(stop)
         answer.checkpoint = stop if stop in ends else None
 
     def copies(self) -> list[RowCopy | StateCopy]:
