@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
 from kvkeep.core.prefix.tree import Encoder, Tree
 from kvkeep.core.tokens import TOKEN_BYTES
 
