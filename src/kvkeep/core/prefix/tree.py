@@ -434,7 +434,7 @@ class Tree:
         if count < len(pages):
             new = symbols[count * self.unit :], pages[count:]
             self.num_pages += len(pages) - count
-            if node is hold and self._may_grow(node, owner, namespace):
+            if node is hold and self._may_grow(node, priority, owner, namespace):
                 node.grow(*new)
                 self._stored(node, len(new[1]))
             else:
@@ -443,13 +443,14 @@ class Tree:
         node.priority = max(node.priority, priority)  # it is held, so in no queue by priority
         return Inserted(node, existing)
 
-    def _may_grow(self, node: Node, owner: Any, namespace: Namespace | None) -> bool:
+    def _may_grow(self, node: Node, priority: int, owner: Any, namespace: Namespace | None) -> bool:
         """Whether a run, held by the publisher of pages behind it, is to take these."""
         return (
             node.holders == 1
             and not node.children
             and node.size < _GROW_PAGES
             and not node.pins
+            and node.priority <= priority  # else the new pages would have that of the old ones
             and node.parent is not None
             and node.owner is owner
             and (namespace is None or namespace == node.namespace)
