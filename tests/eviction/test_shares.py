@@ -126,6 +126,20 @@ def test_pages_are_counted_right(name: str) -> None:
     assert not policy.pages()
 
 
+@pytest.mark.parametrize("by", ["a pin", "the end of its session"])
+def test_a_tail_counts_no_longer_whatever_order_it_went_in(by: str) -> None:
+    shares = Shares(LRU)
+    cache = PagedCache(100, 4, eviction=shares)
+    with cache.open(range(40), "a", session="one") as sequence:
+        sequence.publish()
+    if by == "a pin":
+        cache.pin(range(40), "a")
+    else:
+        cache.session("one", "a").close()
+    cache.evict(3)
+    assert {space.tenant: pages for space, pages in shares.pages().items()} == held(cache)
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_tenants_without_pages_leave_nothing_behind(name: str) -> None:
     policy = Shares(POLICIES[name])

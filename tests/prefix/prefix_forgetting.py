@@ -108,6 +108,15 @@ class ForgettingTests(PrefixHooks):
         tokens = {page.page: page.prefix[-1] for page in driver.naive.pages.values()}
         assert [tokens[driver.evict(1)[0]] for _ in range(5)] == [3, 4, 2, 1, 6]
 
+    def test_a_run_that_goes_on_has_a_priority_of_its_own(self) -> None:
+        """What follows an important beginning is as important as its own prompt."""
+        driver = self.make_driver(2, Priority())
+        driver.store(pages_of(driver, 1), priority=5)
+        driver.store(pages_of(driver, 2), priority=3)
+        driver.store(pages_of(driver, 1, 4), priority=0)
+        tokens = {page.page: page.prefix[-1] for page in driver.naive.pages.values()}
+        assert [tokens[driver.evict(1)[0]] for _ in range(3)] == [4, 2, 1]
+
     def test_drop_forgets_the_end_of_a_path(self, driver: IndexDriver) -> None:
         """What is behind ``keep`` pages goes at once, and the hold ends."""
         tokens = pages_of(driver, 1, 2, 3, 4, 5)

@@ -8,9 +8,8 @@ import numpy as np
 
 from kvkeep.core.events import PrefixMiss
 from kvkeep.core.extras import extra_bytes, extras_between
-from kvkeep.core.keys import chain_keys, root_key
+from kvkeep.core.keys import KEY_BYTES, chain_keys, root_key
 from kvkeep.core.prefix.node import TreeObserver
-from kvkeep.core.public import salt_of
 from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE
 
 if TYPE_CHECKING:
@@ -153,14 +152,18 @@ class Misses(TreeObserver):
         page = self._page(query, pages)
         if not tree.exact or not page:
             return None
+        first = bytes(query.symbols[: tree.unit])
         for other, root in tree.roots.items():
-            if other not in {query.space, query.namespace}:
+            if first in root.children and other not in {query.space, query.namespace}:
                 found = tree.trails.follow(root, query.symbols)
                 if len(found.pages) > pages:
                     return other
         if match is not None and match.end_pages == match.end.size and match.end.namespace.scope:
+            # Behind the tokens: a separator, and the first digest with its position, the salt.
+            salt, rest = tree.unit + 2 * TOKEN_BYTES, tree.unit + 2 * TOKEN_BYTES + KEY_BYTES
+            plain = page[TOKEN_BYTES : tree.unit] if len(page) == rest else b""
             for child in match.end.children.values():
-                salts = salt_of(query.namespace), salt_of(child.namespace)
-                if self._stored(child.key) == page.replace(*salts):
+                stored = self._stored(child.key) if child.key.endswith(plain) else b""
+                if stored[:salt] == page[:salt] and stored[rest:] == page[rest:]:
                     return child.namespace
         return None

@@ -268,7 +268,10 @@ class Shares(EvictionPolicy):
             self._lane_of(node).policy.used(node, owner)
 
     def trimmed(self, leaf: Node, keep: int) -> None:
-        self._lane_of(leaf).policy.trimmed(leaf, keep)
+        lane = self._lane_of(leaf)
+        lane.policy.trimmed(leaf, keep)
+        lane.size -= leaf.counted - keep
+        leaf.counted = keep
 
     def gone(self, leaf: Node, parent: Node) -> None:
         lane = self._lane_of(leaf)

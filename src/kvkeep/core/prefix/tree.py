@@ -439,7 +439,7 @@ class Tree:
         if count < len(pages):
             new = symbols[count * self.unit :], pages[count:]
             self.num_pages += len(pages) - count
-            if node is hold and self._may_grow(node, owner, namespace):
+            if node is hold and self._may_grow(node, priority, owner, namespace):
                 node.grow(*new)
                 self._stored(node, len(new[1]))
             else:
@@ -448,13 +448,14 @@ class Tree:
         node.priority = max(node.priority, priority)  # it is held, so in no queue
         return Inserted(node, existing)
 
-    def _may_grow(self, node: Node, owner: Any, namespace: Namespace | None) -> bool:
+    def _may_grow(self, node: Node, priority: int, owner: Any, namespace: Namespace | None) -> bool:
         """Whether pages behind ``node``, which their publisher holds, are to extend its run."""
         return (
             node.holders == 1
             and not node.children
             and node.size < _GROW_PAGES
             and not node.pins
+            and node.priority <= priority  # else the new pages would have that of the old ones
             and node.parent is not None
             and node.owner is owner
             and (namespace is None or namespace == node.namespace)
