@@ -192,6 +192,7 @@ class Pins(TreeObserver):
         if self.groups is not None and pin.groups is not None:
             self._beside -= Counter(pin.groups.tolist())
             self.groups.release(pin.groups)
+            self.groups.unpinned(node)
             pin.groups = None
 
     def _forget(self, pin: Pin) -> None:

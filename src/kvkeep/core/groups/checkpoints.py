@@ -171,8 +171,10 @@ class GroupBoard(TreeObserver):
         self._needs = [np.zeros(num_pages, np.int32) for _ in layout.windows]  # by checkpoints
         self._nodes = np.full(num_pages, None, object)
         self._ends = np.zeros(num_pages, np.bool_)  # whether there is a checkpoint
-        # Those left behind, then the least recently used first:
-        self._checkpoints: OrderedDict[int, Checkpoint] = OrderedDict()
+        self._checkpoints: dict[int, Checkpoint] = {}
+        # In which they go: those left behind, then the least recently used first.
+        self._order: OrderedDict[Checkpoint, None] = OrderedDict()
+        self._pinned: OrderedDict[Checkpoint, None] = OrderedDict()  # met on paths with pins
         # By pool page of a row or state:
         self._in_tree = np.zeros(num_pages, np.bool_)
         # By the first page of a row:
@@ -389,6 +391,7 @@ class GroupBoard(TreeObserver):
         if there is not None or not self._are_covered(path, page)[0]:
             return there
         checkpoint = self._checkpoints[base] = Checkpoint(base, page, state, branch)
+        self._order[checkpoint] = None
         self._ends[base] = True
         if state is not None:
             self._add(state)
@@ -406,6 +409,7 @@ class GroupBoard(TreeObserver):
         """
         base, state = checkpoint.base, checkpoint.state
         del self._checkpoints[base]
+        del (self._order if checkpoint in self._order else self._pinned)[checkpoint]
         self._ends[base] = False
         self._need(checkpoint, -1)
         self.counters.checkpoints_replaced += replaced
@@ -440,8 +444,9 @@ class GroupBoard(TreeObserver):
 
     def resumed(self, checkpoint: Checkpoint) -> None:
         """Record that a request resumed at ``checkpoint``: it is the most recently used."""
-        self._checkpoints.move_to_end(checkpoint.base)
         checkpoint.behind = False
+        if checkpoint in self._order:
+            self._order.move_to_end(checkpoint)
 
     def extended(self, before: Checkpoint, by: Checkpoint) -> None:
         """Record that the request that used or made ``before`` has stored ``by`` behind it.
@@ -460,11 +465,13 @@ class GroupBoard(TreeObserver):
             return
         if node is not last:
             last.hits = max(last.hits, node.hits)
-        if before.state is not None:
-            before.behind = True
-            self._checkpoints.move_to_end(before.base, last=False)
-        elif node not in self._covered:
+        if node in self._covered:
+            return
+        if before.state is None:
             self._remove(before, replaced=True)
+        elif before in self._order:
+            before.behind = True
+            self._order.move_to_end(before, last=False)
 
     # --- pins ------------------------------------------------------------------------------------
 
@@ -483,6 +490,17 @@ class GroupBoard(TreeObserver):
         pages = self.used_pages(path[:page], checkpoint)
         self.retain(pages)
         return pages
+
+    def unpinned(self, node: Node) -> None:
+        """Record that a pin at ``node`` ended: what none covers any longer is the first to go."""
+        above: Node | None = node
+        while above is not None and above.parent is not None and above not in self._covered:
+            for checkpoint in self._on(above.pages):
+                if checkpoint in self._pinned:
+                    del self._pinned[checkpoint]
+                    self._order[checkpoint] = None
+                    self._order.move_to_end(checkpoint, last=False)
+            above = above.parent
 
     def resumable(self, node: Node) -> int:
         """Return the last position on the path to ``node`` where a request can resume, in pages.
@@ -510,17 +528,17 @@ class GroupBoard(TreeObserver):
         3. other checkpoints, the least recently used first;
         4. runs and checkpoints of prompts with soft pins.
 
-        Cost: what is freed; for 3 and 4 also the checkpoints that are in use or pinned.
+        Cost: what is freed; for 3 and 4 also the checkpoints that are in use.
         """
         before = self.pool.num_free
         while (short := count - (self.pool.num_free - before)) > 0:
             if not (
                 self._free_loose(short)
-                or self._remove_first(behind=True)
+                or self._remove_first(self._order, behind=True)
                 or self._evict_tail(short, forget)
-                or self._remove_first()
+                or self._remove_first(self._order)
                 or self._evict_tail(short, forget, pinned=True)
-                or self._remove_first(pinned=True)
+                or self._remove_first(self._pinned)
             ):
                 break
         return self.pool.num_free - before
@@ -541,21 +559,25 @@ class GroupBoard(TreeObserver):
                 freed += self._drop_rows(window, bases[windows == window])
         return freed
 
-    def _remove_first(self, *, behind: bool = False, pinned: bool = False) -> bool:
+    def _remove_first(self, order: OrderedDict[Checkpoint, None], *, behind: bool = False) -> bool:
         """Remove the first checkpoint that frees pages; return whether there was one.
 
-        Of those left ``behind``, or of all. Those met before it, which are in use or under pins, go
-        to the end of the order.
+        Of those left ``behind``, or of all in ``order``. Those met before it that are in use go to
+        its end, those under pins to the others.
         """
-        for _ in range(len(self._checkpoints) if self.idle else 0):
-            base, checkpoint = next(iter(self._checkpoints.items()))
+        for _ in range(len(order) if self.idle else 0):
+            checkpoint = next(iter(order))
             if behind and not checkpoint.behind:
                 break
-            if (pinned or self._nodes[base] not in self._covered) and self._frees(checkpoint):
+            if order is self._order and self._nodes[checkpoint.base] in self._covered:
+                del order[checkpoint]
+                self._pinned[checkpoint] = None
+            elif self._frees(checkpoint):
                 self._remove(checkpoint)
                 return True
+            else:
+                order.move_to_end(checkpoint)
             checkpoint.behind = False
-            self._checkpoints.move_to_end(base)
         return False
 
     def _frees(self, checkpoint: Checkpoint) -> bool:
@@ -658,6 +680,8 @@ class GroupBoard(TreeObserver):
         assert not self._nodes[~is_base].any(), "a node of a page that is not stored"
         ends = np.flatnonzero(self._ends).tolist()
         assert ends == sorted(self._checkpoints), "an end without a checkpoint, or without an end"
+        ordered = [*self._order, *self._pinned]
+        assert ends == sorted(each.base for each in ordered), "a checkpoint that would never go"
         for base, checkpoint in self._checkpoints.items():
             node, state = self._nodes[base], checkpoint.state
             assert base == checkpoint.base == node.pages[checkpoint.page - node.depth - 1]
