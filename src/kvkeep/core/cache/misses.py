@@ -79,8 +79,7 @@ class Misses(TreeObserver):
         sequence = running.get(self._computing.get(place, 0))
         if sequence is None or (sequence.hold.stable_id, sequence.hold.end) != place[:2]:
             return 0
-        there: int = sequence.id if self._page(sequence, place[1]) == place[2] else 0
-        return there
+        return int(sequence.id) if self._page(sequence, place[1]) == place[2] else 0
 
     def _page(self, prompt: Any, at: int) -> bytes:
         """Return the content of a page of a prompt or sequence; b"" if it is not full."""
@@ -132,10 +131,12 @@ class Misses(TreeObserver):
         pages = 0 if match is None else match.end.end
         end = root_key(query.space) if match is None else match.end.stable_id
         place = end, pages, self._page(query, pages)
-        sequence = self._computes(place, running)
+        sequence = self._computes(place, running) if place in self._computing else 0
         if sequence:
             return PrefixMiss("computing", token, sequence=sequence)
-        removal = self._new.get(place) or self._old.get(place)
+        removal = self._new.get(place)
+        if removal is None and self._old:
+            removal = self._old.get(place)
         if removal is not None:
             return PrefixMiss("evicted", token, at=removal[0], by=removal[1])
         # Private runs behind public ones are those of all tenants.
