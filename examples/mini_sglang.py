@@ -35,7 +35,7 @@ from kvkeep.core.tokens import TOKEN_BYTES, as_tokens
 from kvkeep.integrations.sglang.slot_tree import PageSlots
 
 if TYPE_CHECKING:
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.prefix.node import Node
 

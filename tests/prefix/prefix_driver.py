@@ -13,7 +13,7 @@ from naive_cache import NaiveCache
 
 if TYPE_CHECKING:
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import PrefixMatch, Tree
     from kvkeep.core.prefix.tree import Encoder
 

@@ -36,7 +36,7 @@ from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.extras import as_extras, signed
 from kvkeep.core.keys import Namespace, as_namespace
 from kvkeep.core.pages import PageCopy, PagePool
-from kvkeep.core.pages.tables import EMPTY_PAGES
+from kvkeep.core.pages.pool import EMPTY_PAGES
 from kvkeep.core.prefix import index as make_index
 from kvkeep.core.prefix.node import descend
 from kvkeep.core.public import PublicPrefixes
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups import GroupLayout
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.core.miss_ratio import MissRatioCurve, MissRatioPoint
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.prefix.render import PrefixRun
     from kvkeep.core.tokens import TokensLike

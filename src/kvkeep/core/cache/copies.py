@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvkeep.core.pages import PageCopy, PagePool
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import Tree
 
 __all__ = ["STEPS", "Claim", "Claims", "Forks", "PendingCopies", "SequenceState", "permit"]

@@ -12,7 +12,7 @@ from kvkeep.core.cache.stats import CacheCounters
 from kvkeep.core.errors import OutOfPages
 from kvkeep.core.events import CacheLock, Evicted, frozen
 from kvkeep.core.eviction import EvictionPolicy
-from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.pages.pool import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.core.groups import GroupBoard, GroupLayout, SequenceGroups
     from kvkeep.core.miss_ratio import PromptWatch
     from kvkeep.core.pages import PagePool
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import PrefixMatch
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import Tree

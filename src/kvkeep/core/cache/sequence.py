@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike, Extras
     from kvkeep.core.groups import SequenceGroups
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import Encoder
     from kvkeep.core.tokens import TokenArray, TokensLike

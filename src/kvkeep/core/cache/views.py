@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvkeep.core.extras import Extras
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["CacheMap", "MapNode", "NodeView"]

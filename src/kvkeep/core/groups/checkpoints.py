@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvkeep.core.events import Evicted, GroupsLost, GroupsStored, ResumePoint, frozen
-from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.pages.pool import EMPTY_PAGES, joined
 from kvkeep.core.prefix.node import TreeObserver, descend, path_pages
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.core.events import CacheLock
     from kvkeep.core.groups.plan import GroupLayout
     from kvkeep.core.pages import PagePool
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.node import Coverage, Node
     from kvkeep.core.prefix.tree import Tree
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, whole
 from kvkeep.core.pages import GrowingArray
-from kvkeep.core.pages.tables import EMPTY_PAGES
+from kvkeep.core.pages.pool import EMPTY_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.groups.checkpoints import Checkpoint, GroupBoard, Rows
     from kvkeep.core.groups.plan import WindowSpec
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
 
     CheckpointKind = Literal["branch", "end", "tail"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.groups.plan import GroupPlan, LayerPart
     from kvkeep.core.pages import PageCopy
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.pages.tensors import Layout
 
 __all__ = ["GroupedTensors", "LayerPages", "StatePart"]

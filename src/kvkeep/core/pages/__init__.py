@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvkeep.core.pages.pool import PagePool
-from kvkeep.core.pages.tables import GrowingArray, PageCopy, PageTables, page_tables
+from kvkeep.core.pages.pool import GrowingArray, PageCopy, PagePool, PageTables, page_tables
 
 __all__ = ["GrowingArray", "PageCopy", "PagePool", "PageTables", "page_tables"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvkeep.core.extras import Extras
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["Border", "Marks", "SaltedRow", "TokenRow"]

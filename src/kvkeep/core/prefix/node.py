@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvkeep.core.keys import Namespace, root_key
-from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.pages.pool import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
 
 __all__ = ["Coverage", "Entry", "Node", "Root", "TreeObserver", "descend", "path_pages"]
 

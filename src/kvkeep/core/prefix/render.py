@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from kvkeep.core.extras import Extras
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.marks import Marks
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.tokens import TokenArray

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.pages.pool import EMPTY_PAGES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.node import Node
 
 __all__ = [

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from kvkeep.core.pages.tables import joined
+from kvkeep.core.pages.pool import joined
 from kvkeep.core.prefix.marks import Marks
 from kvkeep.core.prefix.node import Node, Root, TreeObserver, descend
 from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.tokens import TokenArray
 
 __all__ = ["Encoder", "Inserted", "Tree"]

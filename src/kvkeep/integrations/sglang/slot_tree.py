@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.keys import Namespace
-from kvkeep.core.pages.tables import EMPTY_PAGES, joined
+from kvkeep.core.pages.pool import EMPTY_PAGES, joined
 from kvkeep.core.prefix import PrefixMatch, Tree
 from kvkeep.core.prefix.node import descend
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.node import Node
     from kvkeep.core.prefix.tree import Encoder
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.core.eviction.returns import RunningPrompt
     from kvkeep.core.keys import Namespace
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix.node import Node, Root
 
 __all__ = ["FinishedAnswers", "KVKeepTree"]

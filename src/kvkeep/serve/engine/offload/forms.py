@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import Sequence
     from kvkeep.core.groups.tensors import GroupedTensors, LayerPages
-    from kvkeep.core.pages.tables import PageArray
+    from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.pages.tensors import Layout, PagedTensors
     from kvkeep.core.tokens import TokenArray
 
