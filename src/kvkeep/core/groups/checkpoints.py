@@ -134,7 +134,7 @@ class GroupBoard(TreeObserver):
     does not attend to them, but one that goes on a little earlier does.
 
     Thread safety: none; under the cache's lock. Paths are given as their base pages, in order.
-    Memory: 33 bytes a pool page, and 4 for each window and each pool page of its rows.
+    Memory: 21 bytes a pool page, and 4 for each window and each pool page of its rows.
 
     Attributes:
         rows: for each window, int32 [pool pages, pool pages of a row], by base page; -1 where
