@@ -38,9 +38,9 @@ def test_a_cached_prompt(recorder):
         sequence.publish()
     with recorder.way() as closed:
         sequence.close()
-    assert opened.within(files=15, calls=53, objects=11), opened
-    assert published.within(files=11, calls=42, objects=3), published
-    assert closed.within(files=8, calls=18, objects=0), closed
+    assert opened.within(files=13, calls=50, objects=11), opened
+    assert published.within(files=8, calls=39, objects=3), published
+    assert closed.within(files=7, calls=17, objects=0), closed
 
 
 def test_four_blocks_through_a_store(recorder, tmp_path):

@@ -86,7 +86,8 @@ class PublicPrefixes:
     """
 
     def __init__(self, rows: Iterable[TokensLike] = ()) -> None:
-        self._rows: tuple[bytes, ...] = ()
+        self.rows: tuple[bytes, ...] = ()
+        """The declared rows, as int32; the same tuple until another row is declared."""
         # By tokens of a unit: first unit → the rows that begin with it, cut to whole units, longest
         # first. Replaced as a whole, so that readers need no lock.
         self._tables: dict[int, dict[bytes, list[bytes]]] = {}
@@ -98,24 +99,19 @@ class PublicPrefixes:
         The tokens behind a row's last whole page (or block) stay private. Raises `InvalidValue`
         for an empty row, and beyond 4,096 rows or 16 million tokens in all; nothing is changed.
         """
-        declared = dict.fromkeys([*self._rows, *(_row(as_tokens(row)).tobytes() for row in rows)])
+        declared = dict.fromkeys([*self.rows, *(_row(as_tokens(row)).tobytes() for row in rows)])
         tokens = sum(map(len, declared)) // TOKEN_BYTES
         if len(declared) > _MOST_ROWS or tokens > _MOST_TOKENS:
             raise InvalidValue(
                 f"public prefixes are at most {_MOST_ROWS} rows with {_MOST_TOKENS} tokens in all, "
                 f"got {len(declared)} rows with {tokens}"
             )
-        if len(declared) > len(self._rows):
-            self._rows, self._tables = tuple(declared), {}
+        if len(declared) > len(self.rows):
+            self.rows, self._tables = tuple(declared), {}
 
     def __len__(self) -> int:
         """Return the number of declared rows."""
-        return len(self._rows)
-
-    @property
-    def rows(self) -> tuple[bytes, ...]:
-        """The declared rows, as int32; the same tuple until another row is declared."""
-        return self._rows
+        return len(self.rows)
 
     def length(self, tokens: TokenArray, unit: int, extras: Extras = ()) -> int:
         """Return how many leading tokens of a prompt are public: whole units of ``unit`` tokens.
@@ -123,7 +119,7 @@ class PublicPrefixes:
         They are all whole units of a declared row, the longest that the prompt begins with. Tokens
         from the first of ``extras`` on are private, as no declared row has any.
         """
-        if not self._rows:
+        if not self.rows:
             return 0
         rows = self._table(unit).get(tokens[:unit].tobytes())
         if rows is None:
@@ -136,14 +132,14 @@ class PublicPrefixes:
 
     def begins(self, unit: TokenArray) -> bool:
         """Whether a declared row begins with ``unit``: a whole page, or block."""
-        return bool(self._rows and len(unit)) and unit.tobytes() in self._table(len(unit))
+        return bool(self.rows and len(unit)) and unit.tobytes() in self._table(len(unit))
 
     def _table(self, unit: int) -> dict[bytes, list[bytes]]:
         tables = self._tables  # `declare` replaces it behind the rows that it is of
         table = tables.get(unit)
         if table is None:
             size, table = unit * TOKEN_BYTES, {}
-            rows = {row[: len(row) // size * size] for row in self._rows}
+            rows = {row[: len(row) // size * size] for row in self.rows}
             for row in sorted(rows - {b""}, key=len, reverse=True):
                 table.setdefault(row[:size], []).append(row)
             tables[unit] = table

@@ -267,7 +267,7 @@ class PagedCache(CacheParts):
             raise InvalidValue(
                 f"{space} is for declared public prefixes; a prompt has a namespace without scope"
             )
-        if not len(self.public):
+        if not self.public.rows:
             return Query(row, space, space, extras)
         placed = self.public.place(row, space, self.page_size, extras)
         return Query(row, space, placed.space, placed.extras, placed.tokens)
