@@ -19,8 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     import numpy.typing as npt
 
@@ -228,12 +226,7 @@ class CacheLock:
         self._lock.acquire()
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, _error: object, _trace: object) -> None:
         try:
             if self._depth == 1 and self._events:
                 self._deliver()
