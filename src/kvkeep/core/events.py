@@ -19,8 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     import numpy.typing as npt
 
@@ -233,12 +231,7 @@ class CacheLock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, _error: object, _trace: object) -> None:
         try:
             if self._events and self._hooking is None:
                 self._deliver()

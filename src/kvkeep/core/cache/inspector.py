@@ -212,7 +212,11 @@ class Inspector:
                 head = self._tree.marks.plain(run)[0]
             else:
                 key = bytes(node.run[:_KEY_BYTES])
-            checkpoints = tuple(page * self._tree.page_size for page in node.points)
+            points: tuple[int, ...] = ()
+            if self._grouped:
+                with self._lock:  # pages of an evicted run may be those of another by now
+                    points = node.points if node.in_tree else ()
+            checkpoints = tuple(page * self._tree.page_size for page in points)
             parent = survey.parent(at, bare=bare)
             yield MapNode(
                 node.id, parent, pages, below, runs, holders, pins, hits, 0, head, key, namespace,

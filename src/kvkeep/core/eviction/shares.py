@@ -156,15 +156,6 @@ class Shares(EvictionPolicy):
         """Return the last use of a candidate, by a clock of all tenants."""
         return entry.last_used
 
-    def _count(self, entry: Entry, lane: Lane) -> None:
-        """Count what ``entry`` gained or lost since it was counted."""
-        change = entry.size - entry.counted
-        if change:
-            entry.counted = entry.size
-            lane.size += change
-            if change > 0 and lane.item:
-                self._rank(lane)
-
     # --- lanes -------------------------------------------------------------------------------
 
     def _lane(self, tenant: Hashable) -> Lane:
@@ -252,15 +243,14 @@ class Shares(EvictionPolicy):
     def born(self, node: Node, pages: int) -> None:
         lane = self._lane_of(node)
         lane.policy.born(node, pages)
-        self._count(node, lane)
+        lane.size += pages
+        if lane.item:
+            self._rank(lane)
 
     def split(self, upper: Node, lower: Node) -> None:
-        upper.counted = upper.size
-        lower.counted -= upper.size
         self._lane_of(lower).policy.split(upper, lower)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        lower.counted += upper.counted
         self._lane_of(lower).policy.joined(upper, lower)
 
     def used(self, node: Node, owner: Any) -> None:
@@ -270,14 +260,12 @@ class Shares(EvictionPolicy):
     def trimmed(self, leaf: Node, keep: int) -> None:
         lane = self._lane_of(leaf)
         lane.policy.trimmed(leaf, keep)
-        lane.size -= leaf.counted - keep
-        leaf.counted = keep
+        lane.size -= leaf.size - keep
 
     def gone(self, leaf: Node, parent: Node) -> None:
         lane = self._lane_of(leaf)
         lane.policy.gone(leaf, parent)
-        lane.size -= leaf.counted
-        leaf.counted = 0
+        lane.size -= leaf.size
         if not lane.size:
             self._emptied(lane)
 
@@ -307,7 +295,6 @@ class Shares(EvictionPolicy):
 
     def add(self, entry: Entry) -> None:
         lane = self._lane_of(entry)
-        self._count(entry, lane)
         lane.policy.add(entry)
         self._added(entry, lane)
 
@@ -348,7 +335,6 @@ class Shares(EvictionPolicy):
 
     def put_back(self, entry: Entry) -> None:
         lane = self._lane_of(entry)
-        self._count(entry, lane)
         lane.policy.put_back(entry)
         self._added(entry, lane)
 

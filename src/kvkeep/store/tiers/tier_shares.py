@@ -284,9 +284,6 @@ class TierShares(Shares):
         block: OrderedBlock = entry  # type: ignore[assignment]
         return block.used
 
-    def _count(self, entry: Entry, lane: Lane) -> None:
-        """Count nothing: the table calls `count`."""
-
     def _keep(self, lane: Lane) -> tuple[float, float]:
         row = self._oldest_row(lane.tenant)
         return super()._keep(lane) if row is None else (0.0, row.used)
