@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
-import math
 import time
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from kvkeep.core.prefix.node import Root
-from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
-from kvkeep.core.returns import AGES, BUCKETS, Ended, Returns, Wait, bucket_of
+from kvkeep.core.prefix.policy import EvictionPolicy
+from kvkeep.core.returns import Ended, Returns, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -23,11 +25,61 @@ if TYPE_CHECKING:
 
 __all__ = ["ReturnAware", "RunningPrompt", "Waits"]
 
-_LEFT: Final = (-1, 0, 0)
 _MOST_SHARED: Final = 3  # octaves: a run that eight conversations may need is not worth more
+_EMPTY: Final = inf  # factor of a queue without candidates
 
-Place = tuple[int, int, int]
-"""Class of the wait, octaves above what the class is worth, bucket of its age."""
+
+class _ClassQueue:
+    """The candidates of one class, by when their waits began; ``row`` is its own in the order."""
+
+    __slots__ = ("_ages", "_newest", "_oldest", "row")
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self._ages: dict[float, dict[Entry, None]] = {}
+        # Heaps of when waits began and of that negated, with some that are gone.
+        self._oldest: list[float] = []
+        self._newest: list[float] = []
+
+    def push(self, entry: Entry, since: float, *, first: bool = False) -> None:
+        """Add a candidate; ``first``: in front of those that wait as long."""
+        group = self._ages.get(since)
+        if group is not None and first:
+            self._ages[since] = {entry: None, **group}
+        elif group is not None:
+            group[entry] = None
+        else:
+            self._ages[since] = {entry: None}
+            heapq.heappush(self._oldest, since)
+            heapq.heappush(self._newest, -since)
+            if len(self._oldest) + len(self._newest) > 4 * len(self._ages) + 256:
+                self._oldest = list(self._ages)
+                self._newest = [-since for since in self._ages]
+                heapq.heapify(self._oldest)
+                heapq.heapify(self._newest)
+
+    def remove(self, entry: Entry, since: float) -> None:
+        """Remove a candidate."""
+        group = self._ages[since]
+        del group[entry]
+        if not group:
+            del self._ages[since]
+
+    def first_of(self, since: float) -> Entry:
+        """Return the first candidate of this age."""
+        return next(iter(self._ages[since]))
+
+    def ends(self) -> tuple[float, float]:
+        """Return when the waits of the oldest and of the newest candidates began."""
+        ages, oldest, newest = self._ages, self._oldest, self._newest
+        while oldest and oldest[0] not in ages:
+            heapq.heappop(oldest)
+        while newest and -newest[0] not in ages:
+            heapq.heappop(newest)
+        return (oldest[0], -newest[0]) if ages else (0.0, 0.0)
+
+    def __len__(self) -> int:
+        return len(self._ages)
 
 
 class ReturnAware(EvictionPolicy):
@@ -35,14 +87,15 @@ class ReturnAware(EvictionPolicy):
 
     The worth is learned online, by class and age of the wait (`kvkeep.core.returns.Returns`). Runs
     that a conversation has left behind go first, oldest first. A run that several conversations
-    wait behind is worth as much as all of them, up to eight. Runs of equal worth go in the order of
-    their last use; a run that no wait is known of counts as one of the most general class.
+    wait behind is worth as much as all of them, up to eight. A run that no wait is known of counts
+    as one of the most general class.
 
-    Entries wait in one queue per class, factor and age bucket, oldest first. They move to the next
-    queue as they age.
+    Of each class, the run that waits longest and the one whose wait began last are compared: the
+    worth of a class rises with age to its peak and falls behind it, so what is worth least is at
+    one of these ends, and nothing moves as it ages.
 
-    Cost: O(log n) an entry, for each half octave of its age, and O(queues) after each time that
-    something was learned. A hit costs nothing.
+    Cost: O(log n) an entry, and 15 µs a victim, which grow with the classes and not with what is
+    stored; 2 ms where something is learned. A hit costs nothing.
     """
 
     name = "returns"
@@ -55,14 +108,15 @@ class ReturnAware(EvictionPolicy):
         self.waits: Waits | None = None
         """Where conversations wait, of a policy for the runs of a tree."""
         self._running: dict[Hashable, RunningPrompt] = {}
-        self._version = -1
-        self._queues: dict[Place, AgeQueue[float]] = {}
-        self._order: list[tuple[float, Place]] = []  # a heap of worths; each queue is in it once …
-        self._idle: set[Place] = set()  # … but those that were empty when they came first
-        self._aged = 0.0
         self._length = 0
-        self._popped = _LEFT
-        self._popped_wait: Wait | None = None
+        # Queues by class and octaves above what the class is worth, and of each, by row: class,
+        # factor, and when the waits at its ends began.
+        self._queues: dict[tuple[int, float], _ClassQueue] = {}
+        self._changed: set[_ClassQueue] = set()  # since their rows were written
+        self._kinds = np.zeros(64, np.intp)
+        self._factors = np.full(64, _EMPTY)
+        self._ends = np.zeros((2, 64))
+        self._places: list[tuple[int, float]] = []  # by row
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         """Order by waits that ``returns`` learns from, by ``clock``, in seconds."""
@@ -118,149 +172,110 @@ class ReturnAware(EvictionPolicy):
         assert self.waits is not None
         self.waits.evicted(leaf, parent)
 
-    # --- queues ------------------------------------------------------------------------------
+    # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        wait = entry.wait
+        self._push(entry)
+
+    def _push(self, entry: Entry, *, first: bool = False) -> None:
+        wait: Wait | None = entry.wait
         if wait is None:
-            wait = entry.wait = self.unknown()
-        self._push(entry, wait.since, self._placed(wait, entry.followers))
+            wait = entry.wait = self.returns.unknown(self.clock())
+        place = _place(wait, entry.followers)
+        queue = self._queues.get(place) or self._queue(place)
+        queue.push(entry, wait.since, first=first)
+        entry.rank = queue, wait.since
+        self._changed.add(queue)
         self._length += 1
 
+    def _queue(self, place: tuple[int, float]) -> _ClassQueue:
+        """Return the queue of ``place``, a new one if there is none."""
+        queue = self._queues.get(place)
+        if queue is None:
+            row = len(self._places)
+            queue = self._queues[place] = _ClassQueue(row)
+            self._places.append(place)
+            if row == len(self._kinds):
+                self._kinds = np.concatenate((self._kinds, self._kinds))
+                self._factors = np.concatenate((self._factors, self._factors))
+                self._ends = np.concatenate((self._ends, self._ends), axis=1)
+            self._kinds[row] = place[0]
+        return queue
+
     def discard(self, entry: Entry) -> None:
-        self._queues[entry.rank].remove(entry)
+        queue, since = entry.rank
+        queue.remove(entry, since)
+        self._changed.add(queue)
         self._length -= 1
 
     def pop(self) -> Entry | None:
-        """Remove the oldest entry of the queue that is worth least."""
+        """Remove and return the candidate that is worth least."""
         if not self._length:
             return None
-        place = self._first()
-        entry = self._queues[place].pop()
-        assert entry is not None
-        self._length -= 1
-        self._popped, self._popped_wait = place, entry.wait
+        row, since, _ = self._first()
+        entry = self._queues[self._places[row]].first_of(since)
+        self.discard(entry)
         return entry
+
+    def put_back(self, entry: Entry) -> None:
+        self._push(entry, first=True)
 
     def least(self) -> float | None:
         """Return what the next victim is worth, in returns a second."""
-        return self._worth(self._first()) if self._length else None
+        return self._first()[2] if self._length else None
 
-    def _first(self) -> Place:
-        """Return the place of the next victim; there is one."""
+    def _first(self) -> tuple[int, float, float]:
+        """Return the next victim's row, when its wait began, and its worth; there is one."""
         now = self.clock()
-        if abs(now - self._aged) >= AGES[1]:
-            self._age(now)
-        if self.returns.due:
-            self.returns.learn(now)
-        if self._version != self.returns.version:
-            self._rank()
-        order, queues = self._order, self._queues
-        while not len(queues[order[0][1]]):
-            self._idle.add(heapq.heappop(order)[1])
-        return order[0][1]
-
-    def put_back(self, entry: Entry) -> None:
-        """Make the entry just popped the next victim of its queue."""
-        wait: Wait = entry.wait
-        if wait is not self._popped_wait or wait.over != (self._popped == _LEFT):
-            # Its tail took a wait along.
-            self.add(entry)
-            return
-        queue = self._queues[self._popped]  # it was not removed: the entry came from it
-        queue.put_back(entry, wait.since)
-        entry.rank = self._popped
-        self._length += 1
+        self.returns.study(now)
+        for queue in self._changed:
+            row = queue.row
+            self._ends[:, row] = queue.ends()
+            self._factors[row] = 2.0 ** self._places[row][1] if len(queue) else _EMPTY
+        self._changed.clear()
+        count = len(self._places)
+        ends = self._ends[:, :count]
+        worths = self.returns.worths(self._kinds[:count], now - ends)
+        worths *= self._factors[:count]
+        end, row = divmod(int(worths.argmin()), count)
+        return row, float(ends[end, row]), float(worths[end, row])
 
     def __len__(self) -> int:
         return self._length
 
-    # --- worth -------------------------------------------------------------------------------
-
-    def unknown(self) -> Wait:
-        """Return a wait of the most general class, which begins now."""
-        return Wait(0, self.clock(), 0, (), self.returns.tenant(None))
-
-    def worth_of(self, wait: Wait, followers: int) -> float:
-        """Return the worth of a run that ``wait`` and as many as ``followers`` wait for."""
-        return self._worth(self._placed(wait, followers))
-
-    def _placed(self, wait: Wait, followers: int) -> Place:
-        if wait.over:
-            return _LEFT
-        octaves = wait.tenant.octaves
-        if followers > 1:
-            octaves += min(_MOST_SHARED, followers.bit_length() - 1)
-        return wait.kind, octaves, bucket_of(self.clock() - wait.since)
-
-    def _push(self, entry: Entry, since: float, place: Place) -> None:
-        (self._queues.get(place) or self._begun(place)).push(entry, since)
-        entry.rank = place
-
-    def _begun(self, place: Place) -> AgeQueue[float]:
-        """Return the queue of ``place``, and order it if it is new or was idle."""
-        queue = self._queues.get(place)
-        if queue is None:
-            queue = self._queues[place] = AgeQueue()
-        elif place in self._idle:
-            self._idle.discard(place)
-        else:
-            return queue
-        heapq.heappush(self._order, (self._worth(place), place))
-        return queue
-
-    def _worth(self, place: Place) -> float:
-        kind, octaves, bucket = place
-        return -1.0 if place == _LEFT else self.returns.worth(kind, bucket) * 2.0**octaves
-
-    def _rank(self) -> None:
-        """Order the queues by what was learned."""
-        self._version = self.returns.version
-        for place in self._idle:
-            del self._queues[place]
-        self._idle.clear()
-        self._order = [(self._worth(place), place) for place in self._queues]
-        heapq.heapify(self._order)
-
-    def _age(self, now: float) -> None:
-        """Move entries that grew older: once per bucket that an entry lives to see."""
-        self._aged = now
-        for place in list(self._queues):
-            kind, octaves, bucket = place
-            queue = self._queues[place]
-            if place == _LEFT or bucket == BUCKETS - 1 or not len(queue):
-                continue
-            older = queue.pop_until(now - AGES[bucket + 1])
-            begin = -math.inf if bucket + 2 == BUCKETS else now - AGES[bucket + 2]
-            if any(since <= begin for _, since in older):  # nothing was evicted for long
-                for entry, since in older:
-                    self._push(entry, since, (kind, octaves, bucket_of(now - since)))
-            elif older:
-                next_place = kind, octaves, bucket + 1
-                push = self._begun(next_place).push
-                for entry, since in older:
-                    push(entry, since)
-                    entry.rank = next_place
-
     def describe(self, entry: Entry, moment: int) -> str:
-        wait = entry.wait
+        wait: Wait | None = entry.wait
         if wait is None:
             return super().describe(entry, moment)
         if wait.over:
             return "left behind by its conversation"
-        age, worth = self.clock() - wait.since, self.worth_of(wait, entry.followers)
-        return f"waits for {age:.3g} s, worth {worth:.3g} returns/s"
+        now = self.clock()
+        worth = self.returns.worth(wait, now) * 2.0 ** _shared(entry.followers)
+        return f"waits for {now - wait.since:.3g} s, worth {worth:.3g} returns/s"
 
+
+def _place(wait: Wait, followers: int) -> tuple[int, float]:
+    """Return a run's class, and the octaves that it is worth more; -∞ if nobody waits for it."""
+    if wait.over:
+        return 0, -inf
+    return wait.kind, wait.tenant.octaves + _shared(followers)
+
+
+def _shared(followers: int) -> int:
+    """Return the octaves that a run is worth more for so many conversations."""
+    return min(_MOST_SHARED, followers.bit_length() - 1) if followers > 1 else 0
+
+
+# --- waits at the runs of a tree -----------------------------------------------------------------
 
 _UNKNOWN: Final = Ended()
-
 _RUNS: Final = 8
 """Runs behind a prompt's end that are searched for the wait of its conversation."""
 _SLACK: Final = 1
 """Pages at the end of a prompt that may differ in the conversation's next one."""
 
 
-class EvictedWaits(dict[Any, "Wait"]):
+class _EvictedWaits(dict[Any, Wait]):
     """Waits whose runs were evicted, by the symbols of the first evicted page.
 
     Those that are over are dropped when they may be half of all.
@@ -272,7 +287,7 @@ class EvictedWaits(dict[Any, "Wait"]):
         super().__init__()
         self._most = 16
 
-    def keep(self, key: object, wait: Wait) -> None:
+    def put(self, key: object, wait: Wait) -> None:
         """Set the wait of ``key``. Cost: O(1), amortised."""
         self[key] = wait
         if len(self) > self._most:
@@ -301,17 +316,13 @@ class Waits:
         self._page_size = tree.page_size
         self.returns = returns
         self.clock = clock
-        self._at_roots = EvictedWaits()
+        self._at_roots = _EvictedWaits()
         """For empty prefixes, by namespace, too: roots are removed when nothing is stored."""
 
     # --- requests ----------------------------------------------------------------------------
 
     def opened(
-        self,
-        hold: Node,
-        prompt: int,
-        tenant: Hashable,
-        following: Callable[[], bytes],
+        self, hold: Node, prompt: int, tenant: Hashable, following: Callable[[], bytes]
     ) -> RunningPrompt:
         """End the wait of the conversation that a ``prompt`` of so many tokens continues.
 
@@ -320,14 +331,13 @@ class Waits:
         as of a request that is sent again, needs the same KV and ends the wait; of the answer it
         says nothing.
         """
-        wait = self.ended_by(hold, following)
+        wait = self._ended_by(hold, following)
         if wait is not None:
             if prompt > wait.prompt:
-                again = self.read_again(wait, hold, hold.end * self._page_size, following)
+                again = self.read_again(wait, hold, following)
                 if again is not None:
-                    kind = wait.answer_kind
-                    self.returns.answers.returned(tenant, kind, wait.answer, again)
-            self.end(wait, hold, self.clock())
+                    wait.tenant.answers.returned(wait.answer_kind, wait.answer, again)
+            self._end(wait, hold)
         return RunningPrompt(wait, prompt, tenant)
 
     def closed(
@@ -340,84 +350,27 @@ class Waits:
     ) -> None:
         """Begin to wait for the next request, as one ended at ``hold``, with an ``answer``.
 
-        That counts the tokens stored of it, and ``first`` is its first one.
+        That counts the tokens stored of it, and ``first`` is its first one. What of it is not
+        expected to be in the next prompt is left behind.
         """
-        ended, tenant = ended or _UNKNOWN, request.tenant
+        ended, size = ended or _UNKNOWN, self._page_size
         wait = self.returns.began(
             ended,
             answer if ended.tokens is None else ended.tokens,
             self.clock(),
             before=request.before,
-            tenant=tenant,
+            tenant=request.tenant,
         )
         wait.prompt, wait.answer = request.tokens, answer
-        first = first if ended.first is None else ended.first
-        wait.answer_kind = self.returns.first_tokens.kind_of(tenant, ended.stop, first)
-        kept = self.returns.answers.kept(tenant, wait.answer_kind, answer)
-        self.begin(hold, wait, kept=kept)
-
-    def ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
-        """Return the wait that ends with a prompt which matches up to the end of ``hold``.
-
-        ``following`` returns the symbols of the prompt's next page. None: no conversation is known
-        to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
-        """
-        gone = self._at_roots if isinstance(hold, Root) else hold.returns
-        if gone:
-            wait = gone.get(_key(hold, following()))
-            if wait is not None and not wait.over:
-                return wait
-        wait = self._told(hold)
-        if wait is not None and not (gone and wait.evicted):
-            return wait
-        node = hold
-        for _ in range(_RUNS):
-            if len(node.children) != 1:
-                break
-            (node,) = node.children.values()
-            wait = self._told(node)
-            if wait is not None:
-                return wait if wait.place <= hold.end else None
-        return None
-
-    def read_again(
-        self, wait: Wait, hold: Node, tokens: int, following: Callable[[], bytes]
-    ) -> int | None:
-        """Return how many tokens of the answer before ``wait`` a prompt contains that ends it.
-
-        The prompt matches ``tokens`` tokens, up to the end of ``hold``. Call it before `end`. None:
-        what was evicted meanwhile would tell.
-        """
-        size = self._page_size
-        if wait.evicted:
-            return None
-        if tokens >= (wait.prompt + wait.answer - 1) // size * size:
-            return wait.answer
-        here: Wait | None = hold.wait
-        if here is wait:
-            if wait.unread is None or tokens < wait.end * size:
-                return None
-            if wait.unread and wait.unread == following():
-                return wait.answer
-        elif following() in hold.children:
-            return None  # it goes on, but groups of layers resume here
-        elif hold.wait is not None and hold.wait.unread_of is wait and not hold.children:
-            return None  # its tail is gone
-        return min(wait.answer, max(0, tokens - wait.prompt))
-
-    def begin(self, hold: Node, wait: Wait, *, kept: int) -> None:
-        """Attach a wait to the run where its request ended, which is held.
-
-        The ``kept`` first tokens of its answer are expected to be in the next prompt.
-        """
-        size = self._page_size
+        wait.answer_kind = ended.stop, first if ended.first is None else ended.first
         wait.place = max(1, wait.prompt // size - _SLACK)
-        end = -(-(wait.prompt + kept) // size)
-        if kept < wait.answer and 0 < end < hold.end:
+        worth = wait.tenant.answers.worth(wait.answer_kind, answer)
+        end = -(-(wait.prompt + worth) // size)
+        if worth < answer and 0 < end < hold.end:
             hold = self._leave(hold, end, wait)
-        before = self._at(hold)
-        if before is not None:
-            self.returns.lost(before, self.clock())
+        before: Wait | None = hold.wait
+        if before is not None and before.slot >= 0:
+            self.returns.lost(before, wait.since)
         hold.wait = wait
         wait.end = hold.end
 
@@ -427,10 +380,11 @@ class Waits:
         Runs behind which others go on keep their own waits.
         """
         wait.unread = b""
-        left = self.returns.left(wait)
+        left = Wait(wait.kind, wait.since, wait.turns, (), wait.tenant)
+        left.over, left.unread_of = True, wait
         node = hold
         while True:
-            if self._at(node) is None:
+            if _followed(node) is None:
                 node.wait = left
             if node.depth <= end:
                 break
@@ -441,12 +395,61 @@ class Waits:
         assert node.parent is not None
         return node.parent
 
-    def end(self, wait: Wait, hold: Node, now: float) -> None:
+    def _ended_by(self, hold: Node, following: Callable[[], bytes]) -> Wait | None:
+        """Return the wait that ends with a prompt which matches up to the end of ``hold``.
+
+        ``following`` returns the symbols of the prompt's next page. None: no conversation is known
+        to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
+        """
+        gone = self._at_roots if isinstance(hold, Root) else hold.returns
+        wait: Wait | None
+        if gone:
+            wait = gone.get(_key(hold, following()))
+            if wait is not None and not wait.over:
+                return wait
+        wait = _conversation(hold)
+        if wait is not None and not (gone and wait.evicted):
+            return wait
+        node = hold
+        for _ in range(_RUNS):
+            if len(node.children) != 1:
+                break
+            (node,) = node.children.values()
+            wait = _conversation(node)
+            if wait is not None:
+                return wait if wait.place <= hold.end else None
+        return None
+
+    def read_again(self, wait: Wait, hold: Node, following: Callable[[], bytes]) -> int | None:
+        """Return how many tokens of the answer before ``wait`` a prompt contains that ends it.
+
+        The prompt matches up to the end of ``hold``. Call it before the wait is over. None: what
+        was evicted meanwhile would tell.
+        """
+        size = self._page_size
+        tokens = hold.end * size
+        if wait.evicted:
+            return None
+        if tokens >= (wait.prompt + wait.answer - 1) // size * size:
+            return wait.answer
+        attached: Wait | None = hold.wait
+        if attached is wait:
+            if wait.unread is None or hold.end < wait.end:
+                return None
+            if wait.unread and wait.unread == following():
+                return wait.answer
+        elif following() in hold.children:
+            return None  # it goes on, but groups of layers resume here
+        elif attached is not None and attached.unread_of is wait and not hold.children:
+            return None  # its tail is gone
+        return min(wait.answer, max(0, tokens - wait.prompt))
+
+    def _end(self, wait: Wait, hold: Node) -> None:
         """Record that a wait at or behind ``hold`` is over, as its conversation has returned.
 
         A run that the conversation left behind becomes one of the next victims.
         """
-        self.returns.returned(wait, now)
+        self.returns.returned(wait, self.clock())
         node = hold
         for _ in range(1 if wait.evicted else _RUNS):
             if node.wait is wait:
@@ -466,23 +469,11 @@ class Waits:
         while gone:
             key = next(reversed(gone))
             if not gone[key].over:
-                if self._at(node) is None:
+                if _followed(node) is None:
                     node.wait = gone[key]
                 break
             del gone[key]
         node.followers = len(gone or ())
-
-    def _at(self, node: Node) -> Wait | None:
-        """Return the wait at a run, if it is followed and not over."""
-        wait = node.wait
-        return wait if wait is not None and not wait.over and wait in self.returns else None
-
-    def _told(self, node: Node) -> Wait | None:
-        """Return the wait at a run, or that of the conversation whose answer the run is."""
-        wait = node.wait
-        if wait is not None and wait.unread_of is not None:
-            wait = wait.unread_of
-        return wait if wait is not None and not wait.over and wait in self.returns else None
 
     # --- events of the tree ------------------------------------------------------------------
 
@@ -497,15 +488,15 @@ class Waits:
         if isinstance(parent, Root):
             gone = self._at_roots
         else:
-            gone = parent.returns = EvictedWaits() if parent.returns is None else parent.returns
-            own = self._at(parent)
-            if own is None or own.since < latest.since:
+            gone = parent.returns = _EvictedWaits() if parent.returns is None else parent.returns
+            attached = _followed(parent)
+            if attached is None or attached.since < latest.since:
                 parent.wait = latest
         key = _key(parent, leaf.key)
         other = gone.get(key)
         if other is not None and other is not latest:
             self.returns.lost(other, self.clock())
-        gone.keep(key, latest)
+        gone.put(key, latest)
         parent.followers = len(parent.returns or ())
 
     def trimming(self, leaf: Node) -> None:
@@ -518,18 +509,32 @@ class Waits:
 
     def _latest(self, leaf: Node) -> Wait | None:
         """Return the wait at or behind ``leaf`` that began last, and give up the others."""
-        latest = self._at(leaf)
-        for wait in () if leaf.returns is None else leaf.returns.values():
-            if wait.over or wait is latest:
-                continue
-            if latest is None or wait.since > latest.since:
-                latest, wait = wait, latest  # noqa: PLW2901 - the earlier one is given up
-            if wait is not None:
-                self.returns.lost(wait, self.clock())
+        waits = {wait: None for wait in (leaf.returns or {}).values() if not wait.over}
+        attached = _followed(leaf)
+        if attached is not None:
+            waits[attached] = None
         leaf.returns, leaf.followers = None, 0
+        latest = max(waits, key=lambda wait: wait.since, default=None)
+        for wait in waits:
+            if wait is not latest:
+                self.returns.lost(wait, self.clock())
         return latest
 
 
+def _followed(node: Node) -> Wait | None:
+    """Return the wait at a run, if it is followed and not over."""
+    wait: Wait | None = node.wait
+    return wait if wait is not None and wait.slot >= 0 else None
+
+
+def _conversation(node: Node) -> Wait | None:
+    """Return the wait at a run, or that of the conversation whose answer the run is."""
+    wait: Wait | None = node.wait
+    if wait is not None and wait.unread_of is not None:
+        wait = wait.unread_of
+    return wait if wait is not None and wait.slot >= 0 else None
+
+
 def _key(node: Node, symbols: bytes) -> object:
-    """Return the key in `EvictedWaits` of a page behind ``node``."""
+    """Return the key in `_EvictedWaits` of a page behind ``node``."""
     return (node.namespace, symbols) if isinstance(node, Root) else symbols
