@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from kvkeep.core.errors import InvalidValue, told, whole
 if TYPE_CHECKING:
     from collections.abc import Container, Hashable, Iterator, Sequence
 
-__all__ = ["Answers", "Ended", "Returns", "Tenant", "Wait", "gittins", "stop_after"]
+__all__ = ["Answers", "Ended", "Returns", "Tenant", "Wait", "bucket_of", "gittins", "stop_after"]
 
 Table = npt.NDArray[np.float64]
 
@@ -70,16 +71,20 @@ def stop_after(answer: Sequence[int], named: Container[int]) -> str:
 # --- answers -------------------------------------------------------------------------------------
 
 AnswerKind = tuple[str | None, int | None]
-"""How an answer ended (`Ended.stop`), and its first token; None: any."""
+"""How an answer ended (`Ended.stop`), and its first token; None: unknown."""
 
-_MOST_KINDS: Final = 32
+AnswerClass = tuple[str | None, int | None, int | None]
+"""The same, None: any; and the bits of the answer's length."""
+
+_ANY: Final[AnswerClass] = (None, None, None)
+_MOST_CLASSES_READ: Final = 64
 _SAMPLES: Final = 20
-_ENOUGH: Final = 8  # samples
+_ENOUGH: Final = 8  # samples; of all answers 20, as they are less alike
 _LEAST: Final = 5  # tokens are worth storing if one answer in five is read again up to there
 
 
 class Answers:
-    """Learns how much of its answers a tenant's next prompts contain, by kind of the answer.
+    """Learns how much of its answers a tenant's next prompts contain.
 
     Chat templates drop reasoning from later prompts, so the next prompt of a conversation goes on
     where the answer began, and the KV of the answer is never read. No model's format is known here:
@@ -87,54 +92,69 @@ class Answers:
     before some of its answers begins these with a token of its own. Answers whose conversations
     never return say nothing; until something is known, all of an answer is worth storing.
 
-    Memory: the last 20 answers of each of 32 kinds. Cost: 2 µs a call. Thread safety: none.
+    The class of an answer is how it ended, its first token if that is common, and the bits of its
+    length; what has not been seen enough is taken from the more general class.
+
+    Memory: the last 20 answers of each of 64 classes. Cost: 2 µs a call. Thread safety: none.
     """
 
     __slots__ = ("_read",)
 
     def __init__(self) -> None:
-        self._read: OrderedDict[AnswerKind, list[float]] = OrderedDict()
+        self._read: OrderedDict[AnswerClass, list[float]] = OrderedDict()
 
     def returned(self, kind: AnswerKind, tokens: int, again: int) -> None:
-        """Record that ``again`` leading tokens of an answer of ``tokens`` were in the next prompt.
-
-        Kinds that begin with a rare token count together.
-        """
+        """Record that the next prompt had the ``again`` first tokens of an answer of ``tokens``."""
         assert 0 <= again <= tokens
         if not tokens:
             return
-        for each in (kind, (kind[0], None)):
+        for each in {*self._classes(kind, tokens), (*kind, None)}:
             samples = self._read.setdefault(each, [])
             self._read.move_to_end(each)
-            rare = len(samples) < _ENOUGH
             samples.append(again if again < tokens else inf)
             del samples[:-_SAMPLES]
-            if each[1] is None or not rare:
-                break
-        while len(self._read) > _MOST_KINDS:
+        while len(self._read) > _MOST_CLASSES_READ:
             self._read.popitem(last=False)
 
     def worth(self, kind: AnswerKind, tokens: int) -> int:
         """Return how many leading tokens of an answer of ``tokens`` are worth storing."""
-        for each in (kind, (kind[0], None)):
-            samples = self._read.get(each, ())
-            if len(samples) >= _ENOUGH:
-                return int(min(tokens, sorted(samples)[-(len(samples) // _LEAST)]))
+        for each in self._classes(kind, tokens):
+            worth = self._worth(each)
+            if worth is not None:
+                return int(min(tokens, worth))
         return tokens
 
     def sure(self, tokens: int) -> int:
         """Return how many of the first ``tokens`` tokens are worth storing, whatever the kind."""
-        return min([tokens, *(self.worth(kind, tokens) for kind in self._read)])
+        worths = [
+            worth
+            for each in self._read
+            if (each[2] is None or tokens < 1 << each[2])  # else it is longer than that already
+            and (worth := self._worth(each)) is not None
+        ]
+        return int(min([tokens, *worths]))
+
+    def _classes(self, kind: AnswerKind, tokens: int) -> tuple[AnswerClass, ...]:
+        """Return the classes of an answer, the most general one last."""
+        stop, first = kind
+        if self._worth((stop, first, None)) is None:
+            first = None
+        return (stop, first, tokens.bit_length()), (stop, first, None), _ANY
+
+    def _worth(self, each: AnswerClass) -> float | None:
+        """Return how many leading tokens one in five contained; None: too few were seen."""
+        samples = self._read.get(each, ())
+        if len(samples) < (_ENOUGH if each != _ANY else _SAMPLES):
+            return None
+        return sorted(samples)[-(len(samples) // _LEAST)]
 
 
 # --- times ---------------------------------------------------------------------------------------
 
-_AGES: Final = np.array([0.0, 2.0, 4.0, *(2 ** (step / 2) for step in range(6, 27))])
-"""Seconds at which the buckets of ages begin: powers of two, from 8 s on half ones."""
-_BUCKETS: Final = len(_AGES)
-_BEGINS: Final = _AGES[1:]
-_BEGINS_LIST: Final = _BEGINS.tolist()  # bisect is faster in lists
-_WIDTHS: Final = np.diff(_AGES, append=_AGES[-1] * 2**0.5)  # the last bucket does not end
+_BEGINS: Final = [2.0, 4.0, *(2 ** (step / 2) for step in range(6, 27))]
+"""Seconds at which buckets of ages begin, behind the first: powers of two, from 8 s half ones."""
+_BUCKETS: Final = len(_BEGINS) + 1
+_WIDTHS: Final = np.diff([0.0, *_BEGINS, _BEGINS[-1] * 2**0.5])  # the last bucket does not end
 _MOST_CLASSES: Final = 512  # beyond, what would be a new class counts as the more general one
 _MOST_TENANTS: Final = 1024
 _MOST_STOPS: Final = 32
@@ -150,6 +170,11 @@ _UNSEEN: Final = 0.05
 # A tenant's own share of returns counts as much as that of all others after so many returns.
 _TENANT_WEIGHT: Final = 8.0
 _MOST_OCTAVES: Final = 4
+
+
+def bucket_of(age: float) -> int:
+    """Return the bucket of an age in seconds; negative ages are in the first."""
+    return bisect_right(_BEGINS, age)
 
 
 def gittins(hazards: Table, widths: Table = _WIDTHS) -> Table:
@@ -196,8 +221,8 @@ class Wait:
     """
 
     __slots__ = (
-        "answer", "answer_kind", "end", "evicted", "gaps", "kind", "over", "place", "prompt",
-        "since", "slot", "tenant", "turns", "unread", "unread_of",
+        "answer", "answer_kind", "end", "evicted", "gaps", "kind", "over", "prompt", "since",
+        "slot", "tenant", "turns", "unread", "unread_of",
     )  # fmt: skip
 
     def __init__(
@@ -213,8 +238,8 @@ class Wait:
         self.over = False
         """Its conversation does not wait there any longer."""
         # The rest is of `kvkeep.core.eviction.returns.Waits`.
-        self.place = self.end = 0
-        """Pages that the next prompt must share with this one, and those in front of the wait."""
+        self.end = 0
+        """Pages in front of the wait."""
         self.evicted = False
         """Whether the run that it was attached to is gone."""
         self.prompt = self.answer = 0
@@ -246,25 +271,28 @@ class Returns:
 
     def __init__(self, most: int = 32_768) -> None:
         self._lock = threading.RLock()
-        self._kinds: dict[tuple[Hashable, ...], int] = {(): 0}  # the row of a class
-        self._labels: list[tuple[Hashable, ...]] = [()]
+        self.version = 0
+        """Grows as something is learned."""
+        prior = np.full((1, _BUCKETS), _UNSEEN)
+        self.worths: list[list[float]] = gittins(prior).tolist()
+        """Returns a second of keeping the KV of a wait, by its class and the bucket of its age."""
+        self._passed: list[list[float]] = prior.cumsum(axis=1).tolist()
+        """Returns that are expected before a bucket ends, by class."""
+        self._kinds: dict[tuple[Hashable, ...], int] = {(): 0}  # classes
         self._parents = np.zeros(_MOST_CLASSES, np.intp)
-        self._levels: list[list[int]] = [[] for _ in range(5)]  # rows, the general one's first
-        # Ends of waits by class and bucket, of each class alone: returns, and others.
-        self._counts = np.zeros((2, _MOST_CLASSES, _BUCKETS))
-        root = np.full((1, _BUCKETS), _UNSEEN)
-        self._worths = np.repeat(gittins(root), _MOST_CLASSES, axis=0)
-        self._passed = np.repeat(root.cumsum(axis=1), _MOST_CLASSES, axis=0)
-        """Returns that are expected until a bucket ends."""
+        self._levels: list[list[int]] = [[] for _ in range(5)]  # classes, the general one's first
+        # Ends of waits by class and bucket, of each class alone: others, and returns.
+        self._ends = [array("d", bytes(8 * _BUCKETS * _MOST_CLASSES)) for _ in range(2)]
         self._stops: dict[str | None, int] = {}
         self._tenants: OrderedDict[Hashable, Tenant] = OrderedDict()
-        # Of each tenant: returns, and those that were expected of waits that are over.
-        self._tenant_counts = np.zeros((2, 1 + _MOST_TENANTS))
-        # A ring of waits, and of each what `learn` needs; -1 as class where none is followed.
+        # By tenant: returns, and those that were expected of waits that are over.
+        self._returns = array("d", bytes(8 * (1 + _MOST_TENANTS)))
+        self._expected = array("d", bytes(8 * (1 + _MOST_TENANTS)))
+        # A ring of waits, and of each its class, -1 if it is over, its tenant, and its begin.
         self._waits: list[Wait | None] = [None] * most
-        self._wait_kinds = np.full(most, -1, np.int32)
-        self._wait_tenants = np.zeros(most, np.int32)
-        self._wait_since = np.zeros(most)
+        self._wait_kinds = array("i", [-1]) * most
+        self._wait_tenants = array("i", [0]) * most
+        self._wait_since = array("d", [0.0]) * most
         self._began = self._length = self._changes = 0
 
     def __len__(self) -> int:
@@ -293,15 +321,15 @@ class Returns:
         ``before`` is the wait that this request ended (`returned`), None for a new conversation.
         """
         turns, gaps = (1, ()) if before is None else (before.turns + 1, before.gaps)
-        usual = bisect_right(_BEGINS_LIST, sorted(gaps)[len(gaps) // 2]) // 4 if gaps else -1
-        length = min(tokens.bit_length() // 2, _LONGEST)
+        usual = bucket_of(sorted(gaps)[len(gaps) // 2]) // 4 if gaps else -1
+        levels = min(turns.bit_length(), 4), usual, min(tokens.bit_length() // 2, _LONGEST)
         with self._lock:
             slot = self._began % len(self._waits)
             oldest = self._waits[slot]
             if oldest is not None:
                 self.lost(oldest, now)
-            kind = self._kind((self._stop(ended.stop), min(turns.bit_length(), 4), usual, length))
-            wait = Wait(kind, now, turns, gaps, self.tenant(tenant))
+            kind = self._kind((self._stop(ended.stop), *levels))
+            wait = Wait(kind, now, turns, gaps, self._tenant(tenant))
             wait.slot = slot
             self._waits[slot] = wait
             self._wait_kinds[slot] = kind
@@ -330,14 +358,14 @@ class Returns:
             if slot < 0:
                 return
             age = max(0.0, now - wait.since)
-            bucket = bisect_right(_BEGINS_LIST, age)
+            bucket = bucket_of(age)
             if returned:
                 wait.gaps = (*wait.gaps[1 - _GAPS :], age)
             self._waits[slot] = None
             self._wait_kinds[slot] = -1
-            self._counts[1 - returned, wait.kind, bucket] += 1
-            self._tenant_counts[0, wait.tenant.row] += returned
-            self._tenant_counts[1, wait.tenant.row] += self._passed[wait.kind, bucket]
+            self._ends[returned][wait.kind * _BUCKETS + bucket] += 1.0
+            self._returns[wait.tenant.row] += returned
+            self._expected[wait.tenant.row] += self._passed[wait.kind][bucket]
             self._length -= 1
             self._changes += 1
 
@@ -358,45 +386,40 @@ class Returns:
     def _kind(self, path: tuple[Hashable, ...]) -> int:
         kind = self._kinds.get(path)
         if kind is None:
-            parent, kind = self._kind(path[:-1]), len(self._labels)
+            parent, kind = self._kind(path[:-1]), len(self._kinds)
             if kind == _MOST_CLASSES:
                 return parent
             self._kinds[path] = kind
-            self._labels.append(path)
             self._levels[len(path)].append(kind)
             self._parents[kind] = parent
-            self._worths[kind], self._passed[kind] = self._worths[parent], self._passed[parent]
+            self.worths.append(self.worths[parent])
+            self._passed.append(self._passed[parent])
         return kind
 
     def tenant(self, name: Hashable) -> Tenant:
         """Return what is known of a tenant, nothing if it is not among the latest 1,024."""
         with self._lock:
-            tenant = self._tenants.get(name)
-            if tenant is None:
-                row = len(self._tenants) + 1
-                if row > _MOST_TENANTS:
-                    oldest = self._tenants.popitem(last=False)[1]
-                    row, oldest.row = oldest.row, 0
-                    self._wait_tenants[self._wait_tenants == row] = 0
-                    self._tenant_counts[:, row] = 0
-                tenant = self._tenants[name] = Tenant(row)
-            self._tenants.move_to_end(name)
-            return tenant
+            return self._tenant(name)
 
-    def label(self, kind: int) -> tuple[Hashable, ...]:
-        """Return the levels that define a class, from the first one on."""
-        return self._labels[kind]
+    def _tenant(self, name: Hashable) -> Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            row = len(self._tenants) + 1
+            if row > _MOST_TENANTS:
+                oldest = self._tenants.popitem(last=False)[1]
+                row, oldest.row = oldest.row, 0
+                waiting = np.frombuffer(self._wait_tenants, np.int32)
+                waiting[waiting == row] = 0
+                self._returns[row] = self._expected[row] = 0.0
+            tenant = self._tenants[name] = Tenant(row)
+        self._tenants.move_to_end(name)
+        return tenant
 
     # --- what is learned ---------------------------------------------------------------------
 
     def worth(self, wait: Wait, now: float) -> float:
         """Return what keeping the KV of ``wait`` is worth, in returns a second."""
-        bucket = bisect_right(_BEGINS_LIST, now - wait.since)
-        return float(self._worths[wait.kind, bucket]) * 2.0**wait.tenant.octaves
-
-    def worths(self, kinds: npt.NDArray[np.intp], ages: Table) -> npt.NDArray[Any]:
-        """Return what waits of these classes are worth at these ages, by what is learned of all."""
-        return self._worths[kinds, np.searchsorted(_BEGINS, ages, "right")]
+        return self.worths[wait.kind][bucket_of(now - wait.since)] * 2.0**wait.tenant.octaves
 
     def study(self, now: float) -> None:
         """Learn from all that was counted, if enough has changed: that bounds the cost of each."""
@@ -406,20 +429,21 @@ class Returns:
                     self._learn(now)
 
     def _learn(self, now: float) -> None:
-        count = len(self._labels)
-        live = np.flatnonzero(self._wait_kinds[: self._began] >= 0)
-        kinds = self._wait_kinds[live]
-        buckets = np.searchsorted(_BEGINS, now - self._wait_since[live], "right")
-        fade = 0.5 ** (self._changes / _HALF_LIFE)
-        self._counts[:, :count] *= fade
-        self._tenant_counts *= fade
-        seen = self._counts[:, :count].copy()
-        seen[1] += np.bincount(
-            kinds * _BUCKETS + buckets, minlength=count * _BUCKETS
-        ).reshape(count, _BUCKETS)  # fmt: skip
+        fade, self._changes = 0.5 ** (self._changes / _HALF_LIFE), 0
+        count = len(self._kinds)
+        waiting = np.flatnonzero(np.frombuffer(self._wait_kinds, np.int32)[: self._began] >= 0)
+        kinds = np.frombuffer(self._wait_kinds, np.int32)[waiting]
+        tenants = np.frombuffer(self._wait_tenants, np.int32)[waiting]
+        since = np.frombuffer(self._wait_since)[waiting]
+        buckets = np.searchsorted(_BEGINS, now - since, "right")
+        places = kinds * _BUCKETS + buckets
+        for faded in (*self._ends, self._returns, self._expected):
+            np.frombuffer(faded)[:] *= fade
+        unseen, came = np.array(self._ends).reshape(2, _MOST_CLASSES, _BUCKETS)[:, :count]
+        unseen += np.bincount(places, minlength=count * _BUCKETS).reshape(count, _BUCKETS)
         for rows in self._levels[:0:-1]:
-            np.add.at(seen, (slice(None), self._parents[rows]), seen[:, rows])
-        came, unseen = seen
+            for counts in (unseen, came):
+                np.add.at(counts, self._parents[rows], counts[rows])
         # Those that are in a bucket, or were lost there, have half seen it.
         reached = (came + unseen)[:, ::-1].cumsum(axis=1)[:, ::-1] - unseen / 2
         hazards = np.empty_like(came)
@@ -430,14 +454,12 @@ class Returns:
         for rows in self._levels[1:]:
             general = _WEIGHT * hazards[self._parents[rows]]
             hazards[rows] = (came[rows] + general) / (reached[rows] + _WEIGHT)
-        self._worths[:count] = gittins(hazards)
-        self._passed[:count] = hazards.cumsum(axis=1)
-        waiting = np.bincount(
-            self._wait_tenants[live], self._passed[kinds, buckets], 1 + _MOST_TENANTS
-        )
-        returns, expected = self._tenant_counts + _TENANT_WEIGHT
-        octaves = np.rint(np.log2(returns / (expected + waiting)))
+        passed = hazards.cumsum(axis=1)
+        self.worths, self._passed = gittins(hazards).tolist(), passed.tolist()
+        expected = np.frombuffer(self._expected) + _TENANT_WEIGHT
+        expected += np.bincount(tenants, passed.take(places), 1 + _MOST_TENANTS)
+        octaves = np.rint(np.log2((np.frombuffer(self._returns) + _TENANT_WEIGHT) / expected))
         octaves = octaves.clip(-_MOST_OCTAVES, _MOST_OCTAVES).astype(int).tolist()
         for tenant in self._tenants.values():
             tenant.octaves = octaves[tenant.row]
-        self._changes = 0
+        self.version += 1

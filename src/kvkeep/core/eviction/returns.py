@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
 from kvkeep.core.prefix.node import Root
 from kvkeep.core.prefix.policy import EvictionPolicy
-from kvkeep.core.returns import Ended, Returns, Wait
+from kvkeep.core.returns import Ended, Returns, Wait, bucket_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -26,37 +25,43 @@ if TYPE_CHECKING:
 __all__ = ["ReturnAware", "RunningPrompt", "Waits"]
 
 _MOST_SHARED: Final = 3  # octaves: a run that eight conversations may need is not worth more
-_EMPTY: Final = inf  # factor of a queue without candidates
+_LOOK: Final = 1.0  # seconds for which the worth of a queue is taken as constant
+_LOOKED: Final = 256  # queues that are looked at for each victim, besides those that changed
 
 
 class _ClassQueue:
-    """The candidates of one class, by when their waits began; ``row`` is its own in the order."""
+    """The candidates of one class, by when their waits began."""
 
-    __slots__ = ("_ages", "_newest", "_oldest", "row")
+    __slots__ = ("_ages", "_late", "_line", "factor", "kind", "row", "since")
 
-    def __init__(self, row: int) -> None:
-        self.row = row
+    def __init__(self, kind: int, factor: float, row: int) -> None:
+        self.kind = kind
+        self.factor = factor
+        self.row = row  # in the order of queues
+        self.since = 0.0
+        """When the wait began that is worth least, as `look` saw it."""
         self._ages: dict[float, dict[Entry, None]] = {}
-        # Heaps of when waits began and of that negated, with some that are gone.
-        self._oldest: list[float] = []
-        self._newest: list[float] = []
+        # When waits began, in order, and a heap of those that came late; some are gone.
+        self._line: deque[float] = deque()
+        self._late: list[float] = []
 
-    def push(self, entry: Entry, since: float, *, first: bool = False) -> None:
+    def push(self, entry: Entry, since: float, *, first: bool) -> None:
         """Add a candidate; ``first``: in front of those that wait as long."""
-        group = self._ages.get(since)
-        if group is not None and first:
-            self._ages[since] = {entry: None, **group}
-        elif group is not None:
-            group[entry] = None
-        else:
-            self._ages[since] = {entry: None}
-            heapq.heappush(self._oldest, since)
-            heapq.heappush(self._newest, -since)
-            if len(self._oldest) + len(self._newest) > 4 * len(self._ages) + 256:
-                self._oldest = list(self._ages)
-                self._newest = [-since for since in self._ages]
-                heapq.heapify(self._oldest)
-                heapq.heapify(self._newest)
+        ages, line = self._ages, self._line
+        group = ages.get(since)
+        if group is not None:
+            if first:
+                ages[since] = {entry: None, **group}
+            else:
+                group[entry] = None
+            return
+        ages[since] = {entry: None}
+        if not line or since > line[-1]:
+            line.append(since)
+        elif since < line[-1]:
+            heapq.heappush(self._late, since)
+        if len(line) + len(self._late) > 2 * len(ages) + 64:
+            self._line, self._late = deque(sorted(ages)), []
 
     def remove(self, entry: Entry, since: float) -> None:
         """Remove a candidate."""
@@ -65,21 +70,31 @@ class _ClassQueue:
         if not group:
             del self._ages[since]
 
-    def first_of(self, since: float) -> Entry:
-        """Return the first candidate of this age."""
-        return next(iter(self._ages[since]))
+    def first(self) -> Entry:
+        """Return the first candidate whose wait began at `since`."""
+        return next(iter(self._ages[self.since]))
 
-    def ends(self) -> tuple[float, float]:
-        """Return when the waits of the oldest and of the newest candidates began."""
-        ages, oldest, newest = self._ages, self._oldest, self._newest
-        while oldest and oldest[0] not in ages:
-            heapq.heappop(oldest)
-        while newest and -newest[0] not in ages:
-            heapq.heappop(newest)
-        return (oldest[0], -newest[0]) if ages else (0.0, 0.0)
-
-    def __len__(self) -> int:
-        return len(self._ages)
+    def look(self, returns: Returns, now: float) -> float:
+        """Return what the oldest candidate is worth, or the newest if that is worth less."""
+        ages, line, late = self._ages, self._line, self._late
+        while line and line[0] not in ages:
+            line.popleft()
+        while line and line[-1] not in ages:
+            line.pop()
+        while late and late[0] not in ages:
+            heapq.heappop(late)
+        if not ages:
+            return inf
+        oldest = self.since = min(line[0], late[0]) if line and late else (line or late)[0]
+        if self.kind < 0:
+            return -1.0
+        worths = returns.worths[self.kind]
+        worth = worths[bucket_of(now - oldest)]
+        if line:
+            last = worths[bucket_of(now - line[-1])]
+            if last < worth:
+                self.since, worth = line[-1], last
+        return worth * self.factor
 
 
 class ReturnAware(EvictionPolicy):
@@ -109,14 +124,13 @@ class ReturnAware(EvictionPolicy):
         """Where conversations wait, of a policy for the runs of a tree."""
         self._running: dict[Hashable, RunningPrompt] = {}
         self._length = 0
-        # Queues by class and octaves above what the class is worth, and of each, by row: class,
-        # factor, and when the waits at its ends began.
-        self._queues: dict[tuple[int, float], _ClassQueue] = {}
-        self._changed: set[_ClassQueue] = set()  # since their rows were written
-        self._kinds = np.zeros(64, np.intp)
-        self._factors = np.full(64, _EMPTY)
-        self._ends = np.zeros((2, 64))
-        self._places: list[tuple[int, float]] = []  # by row
+        # By class, and octaves above what that is worth.
+        self._queues: dict[tuple[int, int], _ClassQueue] = {}
+        self._rows: list[_ClassQueue] = []
+        self._worths: list[float] = []  # by row, as of the last look
+        self._changed: set[_ClassQueue] = set()  # since then
+        self._outdated: list[_ClassQueue] = []  # as time went on, or something was learned
+        self._looked = -1, 0.0  # at that version, at that time
 
     def attend(self, returns: Returns, clock: Callable[[], float]) -> None:
         """Order by waits that ``returns`` learns from, by ``clock``, in seconds."""
@@ -175,32 +189,23 @@ class ReturnAware(EvictionPolicy):
     # --- order -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        self._push(entry)
+        self._push(entry, first=False)
 
-    def _push(self, entry: Entry, *, first: bool = False) -> None:
+    def _push(self, entry: Entry, *, first: bool) -> None:
         wait: Wait | None = entry.wait
         if wait is None:
             wait = entry.wait = self.returns.unknown(self.clock())
         place = _place(wait, entry.followers)
-        queue = self._queues.get(place) or self._queue(place)
+        queue = self._queues.get(place)
+        if queue is None:
+            kind, octaves = place
+            queue = self._queues[place] = _ClassQueue(kind, 2.0**octaves, len(self._rows))
+            self._rows.append(queue)
+            self._worths.append(inf)
         queue.push(entry, wait.since, first=first)
         entry.rank = queue, wait.since
         self._changed.add(queue)
         self._length += 1
-
-    def _queue(self, place: tuple[int, float]) -> _ClassQueue:
-        """Return the queue of ``place``, a new one if there is none."""
-        queue = self._queues.get(place)
-        if queue is None:
-            row = len(self._places)
-            queue = self._queues[place] = _ClassQueue(row)
-            self._places.append(place)
-            if row == len(self._kinds):
-                self._kinds = np.concatenate((self._kinds, self._kinds))
-                self._factors = np.concatenate((self._factors, self._factors))
-                self._ends = np.concatenate((self._ends, self._ends), axis=1)
-            self._kinds[row] = place[0]
-        return queue
 
     def discard(self, entry: Entry) -> None:
         queue, since = entry.rank
@@ -212,8 +217,7 @@ class ReturnAware(EvictionPolicy):
         """Remove and return the candidate that is worth least."""
         if not self._length:
             return None
-        row, since, _ = self._first()
-        entry = self._queues[self._places[row]].first_of(since)
+        entry = self._first().first()
         self.discard(entry)
         return entry
 
@@ -222,23 +226,22 @@ class ReturnAware(EvictionPolicy):
 
     def least(self) -> float | None:
         """Return what the next victim is worth, in returns a second."""
-        return self._first()[2] if self._length else None
+        return self._worths[self._first().row] if self._length else None
 
-    def _first(self) -> tuple[int, float, float]:
-        """Return the next victim's row, when its wait began, and its worth; there is one."""
-        now = self.clock()
-        self.returns.study(now)
-        for queue in self._changed:
-            row = queue.row
-            self._ends[:, row] = queue.ends()
-            self._factors[row] = 2.0 ** self._places[row][1] if len(queue) else _EMPTY
+    def _first(self) -> _ClassQueue:
+        """Return the queue of the next victim; there is one."""
+        now, returns = self.clock(), self.returns
+        returns.study(now)
+        version, looked = self._looked
+        if version != returns.version or not 0 <= now - looked < _LOOK:
+            self._looked = returns.version, now
+            self._outdated = self._rows.copy()
+        worths = self._worths
+        for queue in (*self._changed, *self._outdated[-_LOOKED:]):
+            worths[queue.row] = queue.look(returns, now)
         self._changed.clear()
-        count = len(self._places)
-        ends = self._ends[:, :count]
-        worths = self.returns.worths(self._kinds[:count], now - ends)
-        worths *= self._factors[:count]
-        end, row = divmod(int(worths.argmin()), count)
-        return row, float(ends[end, row]), float(worths[end, row])
+        del self._outdated[-_LOOKED:]
+        return self._rows[worths.index(min(worths))]
 
     def __len__(self) -> int:
         return self._length
@@ -254,10 +257,10 @@ class ReturnAware(EvictionPolicy):
         return f"waits for {now - wait.since:.3g} s, worth {worth:.3g} returns/s"
 
 
-def _place(wait: Wait, followers: int) -> tuple[int, float]:
-    """Return a run's class, and the octaves that it is worth more; -∞ if nobody waits for it."""
+def _place(wait: Wait, followers: int) -> tuple[int, int]:
+    """Return a run's class, -1 if nobody waits for it, and the octaves that it is worth more."""
     if wait.over:
-        return 0, -inf
+        return -1, 0
     return wait.kind, wait.tenant.octaves + _shared(followers)
 
 
@@ -363,7 +366,6 @@ class Waits:
         )
         wait.prompt, wait.answer = request.tokens, answer
         wait.answer_kind = ended.stop, first if ended.first is None else ended.first
-        wait.place = max(1, wait.prompt // size - _SLACK)
         worth = wait.tenant.answers.worth(wait.answer_kind, answer)
         end = -(-(wait.prompt + worth) // size)
         if worth < answer and 0 < end < hold.end:
@@ -401,7 +403,7 @@ class Waits:
         ``following`` returns the symbols of the prompt's next page. None: no conversation is known
         to wait there. Cost: O(1), 0.3 µs where nothing was evicted.
         """
-        gone = self._at_roots if isinstance(hold, Root) else hold.returns
+        gone, size = self._at_roots if isinstance(hold, Root) else hold.returns, self._page_size
         wait: Wait | None
         if gone:
             wait = gone.get(_key(hold, following()))
@@ -417,7 +419,7 @@ class Waits:
             (node,) = node.children.values()
             wait = _conversation(node)
             if wait is not None:
-                return wait if wait.place <= hold.end else None
+                return wait if hold.end >= max(1, wait.prompt // size - _SLACK) else None
         return None
 
     def read_again(self, wait: Wait, hold: Node, following: Callable[[], bytes]) -> int | None:
