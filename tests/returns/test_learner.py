@@ -98,8 +98,8 @@ def test_ends_that_a_client_makes_up_take_no_places_for_good() -> None:
         returns.lost(returns.began(PERSON, 1, now, tenant="good"), now + 3600)
         returns.study(now)
     called = returns.began(TOOL, 1, now, tenant="good")
-    ended = returns.began(PERSON, 1, now, tenant="good")
-    assert returns.worth(called, now) > 5 * returns.worth(ended, now)
+    answered = returns.began(PERSON, 1, now, tenant="good")
+    assert returns.worth(called, now) > 5 * returns.worth(answered, now)
 
 
 def test_a_tenant_whose_conversations_never_return_ends_up_worth_less_than_others() -> None:

@@ -51,7 +51,6 @@ class Talks:
     def waits(self) -> Waits:
         policy = self.policy.first if isinstance(self.policy, Shares) else self.policy
         assert isinstance(policy, ReturnAware)
-        assert policy.waits is not None
         return policy.waits
 
     def fresh(self, count: int) -> list[int]:
@@ -308,8 +307,8 @@ class Checked(ReturnAware):
         if entry.rank[0].kind < 0:
             assert entry.wait.over
             return -1.0
-        octaves = 2.0**entry.wait.tenant.octaves
-        return self.returns.worth(entry.wait, self.clock()) / octaves * entry.rank[0].factor
+        factor: float = entry.rank[0].factor / 2.0**entry.wait.tenant.octaves
+        return self.returns.worth(entry.wait, self.clock()) * factor
 
 
 @settings(max_examples=40, deadline=None)

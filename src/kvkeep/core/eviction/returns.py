@@ -109,19 +109,19 @@ class ReturnAware(EvictionPolicy):
     worth of a class rises with age to its peak and falls behind it, so what is worth least is at
     one of these ends, and nothing moves as it ages.
 
-    Cost: O(log n) an entry, and 15 µs a victim, which grow with the classes and not with what is
-    stored; 2 ms where something is learned. A hit costs nothing.
+    Cost: 1 µs an entry, 5 µs a victim, and 1 µs more for each class once a second, for 256 of them
+    at most in a call; 2 ms where something is learned.
     """
 
     name = "returns"
+    waits: Waits
+    """Where conversations wait, of a policy for the runs of a tree."""
 
     def __init__(self) -> None:
         self.returns = Returns()
         """What is learned."""
         self.clock: Callable[[], float] = time.monotonic
         """Seconds."""
-        self.waits: Waits | None = None
-        """Where conversations wait, of a policy for the runs of a tree."""
         self._running: dict[Hashable, RunningPrompt] = {}
         self._length = 0
         # By class, and octaves above what that is worth.
@@ -145,7 +145,8 @@ class ReturnAware(EvictionPolicy):
 
     def join(self, first: Self) -> None:
         self.attend(first.returns, first.clock)
-        self.waits = first.waits
+        if first._attached:
+            self.waits = first.waits
 
     def opened(
         self,
@@ -155,7 +156,6 @@ class ReturnAware(EvictionPolicy):
         tokens: int,
         following: Callable[[], bytes],
     ) -> tuple[float, int] | None:
-        assert self.waits is not None
         running = self.waits.opened(node, tokens, namespace, following)
         self._running[request] = running
         before = running.before
@@ -167,7 +167,6 @@ class ReturnAware(EvictionPolicy):
         running = self._running.pop(request)
         if node.parent is None:
             return
-        assert self.waits is not None
         answer = max(0, len(row) - running.tokens)
         first = int(row[running.tokens]) if answer else None
         self.waits.closed(node, running, answer, ended, first)
@@ -179,11 +178,9 @@ class ReturnAware(EvictionPolicy):
         del self._running[request]
 
     def trimmed(self, leaf: Node, keep: int) -> None:
-        assert self.waits is not None
         self.waits.trimming(leaf)
 
     def gone(self, leaf: Node, parent: Node) -> None:
-        assert self.waits is not None
         self.waits.evicted(leaf, parent)
 
     # --- order -------------------------------------------------------------------------------
