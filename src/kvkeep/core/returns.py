@@ -190,14 +190,13 @@ def gittins(hazards: Table, widths: Table = _WIDTHS) -> Table:
     """
     hazards = np.minimum(hazards.T, 0.999)
     stays, spent = 1 - hazards, widths[:, None] * (1 - hazards / 2)
-    index = np.empty_like(hazards)
-    # By the bucket behind which one gives up, from the last one on.
-    chances = times = np.empty((0, hazards.shape[1]))
+    # From a bucket on, by the last bucket that one waits for.
+    chances, times, index = (np.zeros_like(hazards) for _ in range(3))
     for bucket in range(len(widths) - 1, -1, -1):
-        here = slice(bucket, bucket + 1)
-        chances = np.concatenate((hazards[here], hazards[here] + stays[here] * chances))
-        times = np.concatenate((spent[here], spent[here] + stays[here] * times))
-        index[bucket] = (chances / times).max(axis=0)
+        for sums, here in ((chances, hazards), (times, spent)):
+            sums[bucket + 1 :] *= stays[bucket]
+            sums[bucket:] += here[bucket]
+        index[bucket] = (chances[bucket:] / times[bucket:]).max(axis=0)
     return index.T
 
 
