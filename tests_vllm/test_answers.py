@@ -125,6 +125,6 @@ def waits_of_worker(_: Any) -> dict[str, Any]:
     learner = returns.conversations.returns
     return {
         "waiting": [wait.turns for wait in learner],
-        "returned": round(sum(tenant.returns for tenant in learner._tenants.values())),
+        "returned": round(sum(learner._returns)),
         "blocks": all(returns.waits.best(block)[1] for block in list(returns.waits._at)[-4:]),
     }

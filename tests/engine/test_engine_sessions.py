@@ -62,12 +62,12 @@ def test_the_engine_says_how_answers_end(bench, monkeypatch):
     _, (answer,) = run(engine, PROMPT)
     _, (other,) = run(engine, [*PROMPT, *answer, 1], max_tokens=5)
     (wait,) = policy.returns
-    assert policy.returns.label(wait.kind)[0] == "length"
+    assert wait.answer_kind[0] == "length"
     assert wait.turns == 2
     end = int(other[2])
     monkeypatch.setattr(bench.runner, "end_tokens", frozenset({end}))
     run(Engine(bench.runner, engine.cache), [*PROMPT, *answer, 1], max_tokens=5)
-    ends = {policy.returns.label(wait.kind)[0] for wait in policy.returns}
+    ends = {wait.answer_kind[0] for wait in policy.returns}
     assert f"stop {end}" in ends
 
 

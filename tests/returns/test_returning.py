@@ -14,12 +14,13 @@ from kvkeep import PagedCache
 from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
 from kvkeep.core.eviction.shares import Shares
 from kvkeep.core.keys import as_namespace
-from kvkeep.core.returns import Ended, bucket_of
+from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import common_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvkeep.core.eviction.returns import Waits
     from kvkeep.core.returns import Returns, Wait
 
 PAGE = 4
@@ -44,9 +45,13 @@ class Talks:
 
     @property
     def returns(self) -> Returns:
-        waits = self.cache.tree.waits
-        assert waits is not None
-        return waits.returns
+        return self.waits.returns
+
+    @property
+    def waits(self) -> Waits:
+        policy = self.policy.first if isinstance(self.policy, Shares) else self.policy
+        assert isinstance(policy, ReturnAware)
+        return policy.waits
 
     def fresh(self, count: int) -> list[int]:
         self.next_token += count
@@ -125,8 +130,8 @@ def test_a_prompt_that_is_sent_again_says_nothing_of_the_answer(prefix: str) -> 
             talks.tokens[f"a/{talk}/{attempt}"] = list(prompt)
             talks.turn(f"a/{talk}/{attempt}", 0, TOOL, answer=40)
     assert sum(wait.turns == 2 for wait in talks.returns) == 30
-    kept = talks.returns.answers.kept
-    assert {kept(as_namespace("a"), wait.answer_kind, 40) for wait in talks.returns} == {40}
+    worth = talks.returns.tenant(as_namespace("a")).answers.worth
+    assert {worth(wait.answer_kind, 40) for wait in talks.returns} == {40}
 
 
 def test_an_answer_that_the_next_prompt_drops_is_left_behind_and_goes_first() -> None:
@@ -169,8 +174,7 @@ def test_what_is_learned_of_answers_is_what_prompts_repeat(
     """Whatever was evicted meanwhile: nothing is learned, or what is true."""
     chance = random.Random(seed)
     talks = Talks(pages, prefix=prefix)
-    waits = talks.cache.tree.waits
-    assert waits is not None
+    waits = talks.waits
     told: list[tuple[int, int, int]] = []
     read_again = waits.read_again
 
@@ -260,7 +264,7 @@ def test_what_returns_soon_is_kept() -> None:
 
 
 class Checked(ReturnAware):
-    """It compares each victim with all that it could have been."""
+    """It compares each victim with the oldest of each class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,32 +286,29 @@ class Checked(ReturnAware):
 
     def pop(self) -> Entry | None:
         least = self.least()
+        classes: dict[object, list[Entry]] = {}
+        for other in self.here:
+            classes.setdefault(other.rank[0], []).append(other)
+        for others in classes.values():
+            oldest = min(others, key=lambda other: other.wait.since)
+            assert least is not None
+            assert least <= self.worth(oldest)
         entry = super().pop()
         if entry is None:
-            assert not self.here
+            assert not classes
             assert least is None
             return None
-        rank = self.rank(entry)
-        assert rank[0] == least
-        for other in self.here:
-            assert rank <= self.rank(other), (rank, self.rank(other))
-        del self.here[entry]
+        assert self.worth(entry) == least
         self.pops += 1
         return entry
 
-    def rank(self, entry: Entry) -> tuple[float, tuple[int, int, int], float]:
-        """Worth as defined, then what makes the order total."""
-        assert entry.wait is not None
-        assert entry.place is not None
-        kind, octaves, placed = entry.place
-        since = entry.wait.since
-        if kind < 0:
+    def worth(self, entry: Entry) -> float:
+        """Worth as defined, at the octaves that it was ranked with."""
+        if entry.rank[0].kind < 0:
             assert entry.wait.over
-            return -1.0, entry.place, since
-        assert kind == entry.wait.kind
-        bucket = bucket_of(self.clock() - since)
-        assert bucket == placed, "it is not where its age belongs"
-        return self.returns.worth(kind, bucket) * 2.0**octaves, entry.place, since
+            return -1.0
+        factor: float = entry.rank[0].factor / 2.0**entry.wait.tenant.octaves
+        return self.returns.worth(entry.wait, self.clock()) * factor
 
 
 @settings(max_examples=40, deadline=None)
@@ -382,6 +383,4 @@ def test_conversations_that_are_over_leave_nothing_behind() -> None:
         wait = next(iter(talks.returns))
         talks.returns.lost(wait, talks.now)
     assert len(talks.returns) == 0
-    waits = talks.cache.tree.waits
-    assert waits is not None
-    assert len(waits._at_roots) <= 16
+    assert len(talks.waits._at_roots) <= 16

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvkeep.core.keys import chain_keys
-from kvkeep.core.returns import Ended
+from kvkeep.core.returns import Answers, Ended, Returns
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.tiers import Chain
-from kvkeep.store.tiers.conversations import Conversations, SharedReturns
+from kvkeep.store.tiers.conversations import Conversations
 
 SIZE, SLACK = 4, 5
 ROOT = bytes(48)
@@ -31,15 +31,25 @@ def same(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
+class NotedAnswers(Answers):
+    """Answers of tenant "a" that write down what they learn."""
+
+    def __init__(self, learned: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.learned = learned
+
+    def returned(self, kind: tuple[str | None, int | None], tokens: int, again: int) -> None:
+        self.learned.append(("a", kind[0], tokens, again))
+        super().returned(kind, tokens, again)
+
+
 class Told(Conversations):
     """Conversations that write down what they learn."""
 
     def __init__(self, clock: Any) -> None:
-        super().__init__(SharedReturns(), clock)
+        super().__init__(Returns(), clock)
         self.learned: list[tuple[Any, ...]] = []
-        self._first.kind = lambda _tenant, stop, _token: stop  # type: ignore[method-assign]
-        answers = self.returns.answers.returned
-        self.returns.answers.returned = lambda *told: (self.learned.append(told), answers(*told))[1]  # type: ignore[method-assign,func-returns-value]
+        self.returns.tenant("a").answers = NotedAnswers(self.learned)
 
 
 @dataclass

@@ -528,7 +528,6 @@ class TreeReturns:
     def __init__(self, index: SlotIndex, policy: ReturnAware) -> None:
         self._index = index
         self._ends = FinishedAnswers()
-        assert policy.waits is not None, "the policy of a tree"
         self._waits = policy.waits
         self._running: WeakKeyDictionary[Req, RunningPrompt] = WeakKeyDictionary()
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.store.tiers import Chain, SharedReturns, TierReturns
+from kvkeep.core.returns import Returns
+from kvkeep.store.tiers import Chain, TierReturns
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -146,7 +147,7 @@ ReturnNotes = list[PauseNote | ReturnNote]
 """What happened, in order."""
 
 
-class _Recorded(SharedReturns):
+class _Recorded(Returns):
     """A learner that notes what it is told; ``ago`` is the time until it is taken."""
 
     def __init__(self) -> None:

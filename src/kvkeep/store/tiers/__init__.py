@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
-from kvkeep.store.tiers.conversations import Chain, SharedReturns
+from kvkeep.store.tiers.conversations import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.listing import note_of
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
@@ -67,7 +67,6 @@ __all__ = [
     "Miss",
     "PassThrough",
     "Removed",
-    "SharedReturns",
     "TenantWeights",
     "Tier",
     "TierCounters",

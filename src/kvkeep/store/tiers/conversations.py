@@ -6,17 +6,15 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvkeep.core.returns import FirstTokens, Returns, Wait, bucket_of
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
 
-    from kvkeep.core.returns import Ended
-    from kvkeep.core.returns.learner import Tenant
+    from kvkeep.core.returns import Ended, Returns, Wait
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["BlockWaits", "Chain", "Conversations", "SharedReturns"]
+__all__ = ["BlockWaits", "Chain", "Conversations"]
 
 _WAITS: Final = 4  # of conversations that share a block: those worth most
 _MOST_BLOCKS: Final = 1 << 17
@@ -42,13 +40,11 @@ class _Conversation:
 
     ``begin`` is the number of blocks before its place; ``blocks`` and ``row`` are what follows, the
     latter only the first tokens. ``prompt`` and ``tokens`` are the lengths of its last prompt, and
-    of that with the answer; ``answer`` counts all tokens of the answer, whose ``kind`` is how it
-    ended and, if many do, with which token it began.
+    of that with the answer.
     """
 
     __slots__ = (
-        "answer", "begin", "blocks", "kind", "place", "prompt", "row", "size", "tenant", "tokens",
-        "wait",
+        "begin", "blocks", "place", "prompt", "row", "size", "tenant", "tokens", "wait",
     )  # fmt: skip
 
     def __init__(self, wait: Wait, chain: Chain, prompt: int) -> None:
@@ -64,8 +60,6 @@ class _Conversation:
         self.wait = wait
         self.prompt = prompt
         self.tokens = chain.tokens
-        self.answer = 0
-        self.kind: str | None = None
         self.tenant: Hashable = None
 
     @property
@@ -124,7 +118,7 @@ class Conversations:
     prompt, and 20 µs for a return. Thread safety: all methods.
     """
 
-    def __init__(self, returns: SharedReturns, clock: Callable[[], float]) -> None:
+    def __init__(self, returns: Returns, clock: Callable[[], float]) -> None:
         self.returns = returns
         self._clock = clock
         self._lock = threading.Lock()
@@ -132,7 +126,6 @@ class Conversations:
         self._at: dict[Place, list[_Conversation]] = {}
         self._lengths: dict[bytes, dict[int, int]] = {}  # by block: of places' tokens, counted
         self._bytes = 0
-        self._first = FirstTokens()
         self._places: OrderedDict[Place, bool] = OrderedDict()
         """Where conversations without tokens waited, and whether several did."""
 
@@ -171,11 +164,11 @@ class Conversations:
             before = None if found is None else found.wait
             wait = self.returns.began(ended, answer, self._clock(), before=before, tenant=tenant)
             new = _Conversation(wait, chain, prompt)
-            new.answer, new.tenant = answer, tenant
+            new.tenant = tenant
             first = ended.first
             if first is None and chain.row is not None and prompt < len(chain.row):
                 first = int(chain.row[prompt])
-            new.kind = self._first.kind_of(tenant, ended.stop, first)
+            wait.answer, wait.answer_kind = answer, (ended.stop, first)
             self._add(new)
         return wait, left
 
@@ -187,11 +180,11 @@ class Conversations:
         Without ``ended``, of an answer that may become longer, however it will end.
         """
         with self._lock:
+            answers = self.returns.tenant(tenant).answers
             if ended is None:
-                return self.returns.answers.sure(tenant, answer)
+                return answers.sure(answer)
             first = first if ended.first is None else ended.first
-            kind = self._first.kind(tenant, ended.stop, first)
-            return self.returns.answers.kept(tenant, kind, answer)
+            return answers.worth((ended.stop, first), answer)
 
     def forget(self, chain: Chain, start: int) -> None:
         """Forget the conversations that wait in ``chain``, at token ``start`` or behind it."""
@@ -237,10 +230,8 @@ class Conversations:
             return ()
         self.returns.returned(wait, self._clock())
         common = found.common(chain)
-        again = found.answer if common == found.tokens else max(0, common - found.prompt)
-        self.returns.answers.returned(
-            found.tenant, found.kind, found.answer, min(again, found.answer)
-        )
+        again = wait.answer if common == found.tokens else max(0, common - found.prompt)
+        wait.tenant.answers.returned(wait.answer_kind, wait.answer, min(again, wait.answer))
         return found.left(common)
 
     def _add(self, new: _Conversation) -> None:
@@ -341,50 +332,6 @@ class Chain(NamedTuple):
         return self._replace(blocks=self.blocks[: tokens // self.size], tokens=tokens, row=row)
 
 
-class SharedReturns(Returns):
-    """`Returns` that a store and the policies of its tiers share.
-
-    Thread safety: all methods, by a lock under which no other one is taken.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(65_536)
-        self._lock = threading.RLock()
-
-    def began(
-        self,
-        ended: Ended,
-        tokens: int,
-        now: float,
-        *,
-        before: Wait | None = None,
-        tenant: Hashable = None,
-    ) -> Wait:
-        with self._lock:
-            return super().began(ended, tokens, now, before=before, tenant=tenant)
-
-    def returned(self, wait: Wait, now: float) -> None:
-        with self._lock:
-            super().returned(wait, now)
-
-    def lost(self, wait: Wait, now: float) -> None:
-        with self._lock:
-            super().lost(wait, now)
-
-    def tenant(self, name: Hashable) -> Tenant:
-        with self._lock:
-            return super().tenant(name)
-
-    def learn(self, now: float) -> None:
-        with self._lock:
-            if self.due:  # else the policy of another tier was faster
-                super().learn(now)
-
-    def worth(self, kind: int, bucket: int) -> float:
-        with self._lock:
-            return super().worth(kind, bucket)
-
-
 class BlockWaits:
     """The waits of the blocks used last, `_MOST_BLOCKS` of them, whatever tier holds them.
 
@@ -395,7 +342,7 @@ class BlockWaits:
     and nothing before the first request.
     """
 
-    def __init__(self, returns: SharedReturns, clock: Callable[[], float]) -> None:
+    def __init__(self, returns: Returns, clock: Callable[[], float]) -> None:
         self.returns = returns
         self.clock = clock
         self._lock = threading.Lock()
@@ -413,7 +360,7 @@ class BlockWaits:
         waits = self._at
         used = [block for block in blocks if block not in new or not _awaited(waits.get(block))]
         if used:
-            running = Wait(0, self.clock(), 0, (), self.returns.tenant(None))
+            running = self.returns.unknown(self.clock())
             self._add(used, running)
 
     def begin(self, blocks: Sequence[bytes], wait: Wait) -> None:
@@ -448,8 +395,7 @@ class BlockWaits:
 
     def worth(self, wait: Wait) -> float:
         """Return what keeping KV for the end of ``wait`` is worth now; see `Returns.worth`."""
-        bucket = bucket_of(self.clock() - wait.since)
-        return self.returns.worth(wait.kind, bucket) * 2.0**wait.tenant.octaves
+        return self.returns.worth(wait, self.clock())
 
 
 def _awaited(waits: tuple[Wait, ...] | None) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvkeep.core.returns import Returns
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.conversations import BlockWaits, Conversations, SharedReturns
+from kvkeep.store.tiers.conversations import BlockWaits, Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Sequence
@@ -41,9 +42,9 @@ class TierReturns:
         orders: Sequence[FrontOrder],
         clock: Callable[[], float] = time.monotonic,
         *,
-        returns: SharedReturns | None = None,
+        returns: Returns | None = None,
     ) -> None:
-        returns = SharedReturns() if returns is None else returns
+        returns = Returns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
         # Memory that processes share has an order of its own.
         tiers = [order for order in orders if isinstance(order, Catalogue)]
