@@ -28,7 +28,7 @@ class Entry:
     """
 
     __slots__ = (
-        "counted", "depth", "followers", "hits", "last_used", "namespace", "priority", "rank",
+        "depth", "followers", "hits", "last_used", "namespace", "priority", "rank",
         "size", "wait",
     )  # fmt: skip
 
@@ -40,7 +40,6 @@ class Entry:
         self.priority = 0  # given by the request that published it
         self.namespace: Namespace | None = None  # of its KV; None if unknown
         self.rank: Any = None
-        self.counted = 0  # the part of its size that `kvkeep.core.eviction.shares` has counted
         self.wait: Any = None  # of a conversation that ended here: `kvkeep.core.eviction.returns`
         self.followers = 0  # waiting conversations whose runs behind this one were evicted
 
