@@ -43,7 +43,7 @@ MADE_HERE = {
 }  # fmt: skip
 """Public classes whose objects the library makes: results, and what its methods return."""
 NOT_FOR_CALLERS = {
-    "PagedCache.drop", "hybrid.drop", "Sequence.adopt", "Sequence.check",
+    "PagedCache.drop", "hybrid.drop", "Sequence.adopt", "Sequence.begin_groups", "Sequence.check",
     "SequenceGroups.begin", "SequenceGroups.hold",
     "SequenceGroups.of", "SequenceGroups.published", "SequenceGroups.rewind",
     "PublicPrefixes.begins", "PublicPrefixes.length", "PublicPrefixes.place", "KVStore.close",

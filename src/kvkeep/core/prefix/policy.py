@@ -45,7 +45,8 @@ class EvictionPolicy(TreeObserver, ABC):
     """
 
     name: str
-    _attached = False
+    attached = False
+    """Whether it orders the runs of a tree."""
 
     # --- candidates ------------------------------------------------------------------------------
 
@@ -91,9 +92,9 @@ class EvictionPolicy(TreeObserver, ABC):
             InvalidValue: the policy orders the runs of another tree.
         """
         del tree, clock
-        if self._attached:
+        if self.attached:
             raise InvalidValue(f"{self!r} serves another cache; make a policy for each")
-        self._attached = True
+        self.attached = True
 
     def join(self, first: Self) -> None:
         """Share with ``first`` what both learn: they order parts of one memory."""
