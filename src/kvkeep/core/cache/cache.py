@@ -252,6 +252,8 @@ class PagedCache(CacheParts):
         another namespace has the next page: for operators, as it shows what others have sent.
         """
         query = self._query(tokens, namespace, extra)
+        if everywhere is not False:
+            everywhere = switch("everywhere", everywhere)
         with self.lock:
             match = self._find(query)
             return self._cached(query, match, everywhere=everywhere)
