@@ -145,7 +145,7 @@ class ReturnAware(EvictionPolicy):
 
     def join(self, first: Self) -> None:
         self.attend(first.returns, first.clock)
-        if first._attached:
+        if hasattr(first, "waits"):  # of a tree, not of a tier
             self.waits = first.waits
 
     def opened(
