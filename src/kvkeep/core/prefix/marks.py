@@ -9,7 +9,7 @@ other: that is the `TokenRow` of a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Border", "Marks", "SaltedRow", "TokenRow"]
+__all__ = ["Marks", "TokenRow"]
 
 _LAST = -(2**31)
 
@@ -201,6 +201,13 @@ class TokenRow(GrowingArray):
         self.extend(self._marks.marked(tokens, extras))
         self._marked = True
 
+    def mark(self, position: int, digest: bytes) -> None:
+        """Give a token without extras one; does nothing at the end of the row."""
+        token = self.values[position : position + 1]
+        if len(token):
+            token[:] = self._marks.marked(token, (Extra(0, digest),))
+            self._marked = True
+
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens, and release the marks behind them."""
         if self._marked:
@@ -218,71 +225,6 @@ class TokenRow(GrowingArray):
     def release_marks(self) -> None:
         """Release the marks and put plain tokens in their place: the row stays readable."""
         if self._marked:
-            tokens, extras = self.plain(self.values)
+            tokens, self._extras = self.plain(self.values)
             self._marks.release(self.values)
-            GrowingArray.__init__(self, tokens)
-            self._extras, self._marked = extras, False
-
-
-class Border(NamedTuple):
-    """The end of a row's public part, in tokens, and the salt of the private tokens behind it."""
-
-    public: int
-    page_size: int
-    salt: bytes
-
-
-class SaltedRow(TokenRow):
-    """A row with a public prefix: the first token of its first private page has a salt.
-
-    The public part ends at its border, or where the row was cut before it; tokens added from there
-    on are private. So no private token is in a public page.
-    """
-
-    __slots__ = ("_border", "_private")
-
-    def __init__(self, marks: Marks, tokens: TokenArray, extras: Extras, border: Border) -> None:
-        """``extras`` have the salt at the border already, if there is a token."""
-        super().__init__(marks, tokens, extras)
-        self._border = border
-        self._private = border.public
-
-    def append(self, value: int) -> None:
-        """Append one token, with the salt if it is the first private one."""
-        if self._length == self._private:
-            self.extend_with(np.array([value], np.int32), ())
-        else:
-            super().append(value)
-
-    def extend(self, values: TokenArray) -> None:
-        """Append tokens, the first private one of them with the salt."""
-        if self._length == self._private:
-            self.extend_with(values, ())
-        else:
-            super().extend(values)
-
-    def extend_with(self, tokens: TokenArray, extras: Extras) -> None:
-        """Add tokens at the end; positions of ``extras`` count from the first of ``tokens``."""
-        if self._length == self._private and len(tokens):
-            extras = (Extra(0, self._border.salt), *extras)
-        GrowingArray.extend(self, self._marks.marked(tokens, extras))
-        self._marked = self._marked or bool(extras)
-
-    def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens; a public page that loses some of its own is private."""
-        super().cut(length)
-        if length < self._private:
-            at = self._private = length // self._border.page_size * self._border.page_size
-            if at < length:
-                token = self._array[at : at + 1]
-                token[:] = self._marks.marked(token, (Extra(0, self._border.salt),))
-                self._marked = True
-
-    def fork(self) -> Self:
-        """Return a second row with the same tokens and marks."""
-        border = self._border._replace(public=self._private)
-        other = type(self)(self._marks, self.values, (), border)
-        if self._marked:
-            self._marks.retain(self.values)
-            other._marked = True
-        return other
+            self._array, self._marked = tokens, False
