@@ -67,7 +67,7 @@ def publishes_before_copies_are_made(patch: Patch) -> None:
         try:
             permit(state, step)
         except IllegalStep:
-            if step != "publish" or state is sequence_module.SequenceState.CLOSED:
+            if step != "publish" or state is sequence_module.CLOSED:
                 raise
 
     patch.setattr(sequence_module, "permit", lax)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import StrEnum, auto
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.prefix import Tree
 
-__all__ = ["STEPS", "Claim", "Claims", "SequenceState", "permit"]
+__all__ = [
+    "CLOSED", "COPYING", "READY", "STEPS", "Claim", "Claims", "SequenceState", "permit",
+]  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +96,7 @@ class Claims:
         return sum(map(len, on_page.values())) == others
 
 
-class SequenceState(Enum):
+class SequenceState(StrEnum):
     """State of a sequence: COPYING while copies wait to be taken, else READY, until CLOSED."""
 
     COPYING = auto()
@@ -102,31 +104,34 @@ class SequenceState(Enum):
     CLOSED = auto()
 
 
+COPYING, READY, CLOSED = SequenceState  # an attribute of an enum is slow to read
+
 STEPS: dict[SequenceState, dict[str, frozenset[SequenceState]]] = {
-    SequenceState.COPYING: {
-        "copies": frozenset({SequenceState.READY}),
-        "append": frozenset({SequenceState.COPYING}),
-        "fork": frozenset({SequenceState.COPYING}),
-        "truncate": frozenset({SequenceState.COPYING, SequenceState.READY}),
-        "close": frozenset({SequenceState.CLOSED}),
+    COPYING: {
+        "copies": frozenset({READY}),
+        "append": frozenset({COPYING}),
+        "fork": frozenset({COPYING}),
+        "truncate": frozenset({COPYING, READY}),
+        "close": frozenset({CLOSED}),
     },
-    SequenceState.READY: {
-        "copies": frozenset({SequenceState.READY}),
-        "append": frozenset({SequenceState.READY, SequenceState.COPYING}),
-        "fork": frozenset({SequenceState.READY}),
-        "truncate": frozenset({SequenceState.READY}),
-        "publish": frozenset({SequenceState.READY}),
-        "close": frozenset({SequenceState.CLOSED}),
+    READY: {
+        "copies": frozenset({READY}),
+        "append": frozenset({READY, COPYING}),
+        "fork": frozenset({READY}),
+        "truncate": frozenset({READY}),
+        "publish": frozenset({READY}),
+        "close": frozenset({CLOSED}),
     },
-    SequenceState.CLOSED: {},
+    CLOSED: {},
 }
+"""By state: the steps that are legal, and the states to which they lead."""
 
 
 def permit(state: SequenceState, step: str) -> None:
     """Raise `IllegalStep` unless ``step`` is legal in ``state``."""
     if step not in STEPS[state]:
         why = "it is closed"
-        if state is SequenceState.COPYING:
+        if state is COPYING:
             why = "its page copies were not taken; call copies(), make them, then publish"
         verb = "take the copies of" if step == "copies" else step
         raise IllegalStep(f"cannot {verb} this sequence: {why}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.copies import SequenceState, permit
+from kvkeep.core.cache.copies import CLOSED, COPYING, READY, permit
 from kvkeep.core.errors import check_type, switch, whole
 from kvkeep.core.events import Closed, Opened, PrefixMiss, Returned, Stored, frozen
 from kvkeep.core.extras import Extra, as_extras, signed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvkeep.core.cache.copies import Claim
+    from kvkeep.core.cache.copies import Claim, SequenceState
     from kvkeep.core.cache.parts import CacheParts
     from kvkeep.core.cache.sessions import Owner
     from kvkeep.core.extras import ExtraLike, Extras
@@ -195,8 +195,8 @@ class Sequence:
     def state(self) -> SequenceState:
         """The state, which decides what steps are legal."""
         if self.closed:
-            return SequenceState.CLOSED
-        return SequenceState.COPYING if self._waiting else SequenceState.READY
+            return CLOSED
+        return COPYING if self._waiting else READY
 
     def claims(self) -> list[Claim]:
         """Return the claims on pages that must still be copied for this sequence."""
@@ -534,6 +534,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.id}, {self.state.name.lower()}, {self.num_tokens} tokens, "
+            f"<Sequence {self.id}, {self.state}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )
