@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkeep.core.events import frozen
-from kvkeep.core.extras import Extra, by_position
+from kvkeep.core.extras import Extra, numbered
 from kvkeep.core.pages import GrowingArray
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Marks", "TokenRow"]
 
 _LAST = -(2**31)
+
+
+def _after(mark_id: int) -> int:
+    return mark_id - 1 if mark_id > _LAST else -1
 
 
 @dataclass(slots=True)
@@ -59,40 +63,23 @@ class Marks:
 
     def lookup(self, tokens: TokenArray, extras: Extras) -> TokenArray:
         """Return the row with marks, up to the first token that has none yet. Changes nothing."""
-        if not extras:
-            return tokens
-        row = tokens.copy()
-        for position, digests in by_position(extras):
-            if position >= len(row):
-                break
-            mark_id = self._ids.get((int(tokens[position]), digests))
-            if mark_id is None:
-                return row[:position]
-            row[position] = mark_id
-        return row
+        return numbered(tokens, extras, lambda *content: self._ids.get(content))
 
     def marked(self, tokens: TokenArray, extras: Extras) -> TokenArray:
         """Return the row with marks, and count one use of each. Missing marks are made."""
-        if not extras:
-            return tokens
-        row = tokens.copy()
-        for position, digests in by_position(extras):
-            row[position] = self._use((int(tokens[position]), digests))
-        return row
+        return numbered(tokens, extras, self._use)
 
-    def _use(self, content: tuple[int, tuple[bytes, ...]]) -> int:
-        mark_id = self._ids.get(content)
+    def _use(self, token: int, digests: tuple[bytes, ...]) -> int:
+        mark_id = self._ids.get((token, digests))
         if mark_id is None:
-            while self._next in self.living:
-                self._step()
-            mark_id = self._ids[content] = self._next
-            self.living[mark_id] = _Mark(*content, 0)
-            self._step()
+            mark_id = self._next
+            while mark_id in self.living:
+                mark_id = _after(mark_id)
+            self._next = _after(mark_id)
+            self._ids[token, digests] = mark_id
+            self.living[mark_id] = _Mark(token, digests, 0)
         self.living[mark_id].uses += 1
         return mark_id
-
-    def _step(self) -> None:
-        self._next = -1 if self._next == _LAST else self._next - 1
 
     # --- from marks to extras ----------------------------------------------------------------
 
@@ -136,8 +123,6 @@ class Marks:
 
     def stored(self, pages: PageArray, row: TokenArray) -> None:
         """Record that the index stores ``pages``, which hold this row."""
-        if not self.living:
-            return
         size = len(row) // len(pages)
         positions = np.flatnonzero(row < 0)
         for position in positions.tolist():
@@ -147,8 +132,6 @@ class Marks:
 
     def forget(self, pages: PageArray) -> None:
         """Record that the index no longer stores these pages."""
-        if not self._pages:
-            return
         for page in pages.tolist():
             self._drop(self._pages.pop(page, ()))
 
