@@ -443,8 +443,8 @@ class Sequence:
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, pages[:sharing], existing[:sharing])
                 other._drop_copies()
-            page = other._table.values[other._shared :][:1].tolist()
-            other.sharers = groups.setdefault(page[0], {}) if page else {}
+            first = other._table.values[other._shared :][:1].tolist()
+            other.sharers = groups.setdefault(first[0], {}) if first else {}
             other.sharers[other] = None
         if cache.lock.hooks and len(new):
             at = stop - len(new)
