@@ -35,7 +35,7 @@ def cache_with(state: SequenceState) -> tuple[PagedCache, Sequence]:
         assert len(sequence.copies()) == 1
     if state is SequenceState.CLOSED:
         sequence.close()
-    assert sequence._pending.state is state
+    assert sequence.state is state
     return cache, sequence
 
 
@@ -54,7 +54,7 @@ def test_a_step(state: SequenceState, step: str) -> None:
     cache, sequence = cache_with(state)
     if step in STEPS[state]:
         STEP[step](sequence)
-        assert sequence._pending.state in STEPS[state][step]
+        assert sequence.state in STEPS[state][step]
         cache.check()
         return
     before = all_of(cache, sequence)
@@ -96,7 +96,7 @@ def test_a_way(
 ) -> None:
     cache, sequence = cache_with(state)
     go(cache, sequence)
-    assert sequence._pending.state is target, step
+    assert sequence.state is target, step
     cache.check()
 
 

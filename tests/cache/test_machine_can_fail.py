@@ -17,7 +17,7 @@ from planted import SEARCH
 from kvkeep import PagedCache
 from kvkeep.core.cache import Sequence
 from kvkeep.core.cache import sequence as sequence_module
-from kvkeep.core.cache.copies import Claims, Forks
+from kvkeep.core.cache.copies import Claims
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.events import Stored
 from kvkeep.core.keys import as_namespace
@@ -54,8 +54,7 @@ def copies_what_need_not_be_copied(patch: Patch) -> None:
 
 def writes_over_what_is_to_be_copied(patch: Patch) -> None:
     def may_write(self: Claims, page: int, offset: int) -> bool:
-        readers = self._pages.get(page)
-        claims = 0 if readers is None else len(readers.claims)
+        claims = sum(map(len, self._pages.get(page, {}).values()))
         return int(self._pool.references[page]) - claims == 1
 
     patch.setattr(Claims, "may_write", may_write)
@@ -68,7 +67,7 @@ def publishes_before_copies_are_made(patch: Patch) -> None:
         try:
             permit(state, step)
         except IllegalStep:
-            if step != "publish" or state is sequence_module.SequenceState.CLOSED:
+            if step != "publish" or state is sequence_module.CLOSED:
                 raise
 
     patch.setattr(sequence_module, "permit", lax)
@@ -84,15 +83,29 @@ def publishes_the_page_that_is_not_full(patch: Patch) -> None:
 
 
 def forks_do_not_follow_a_publish(patch: Patch) -> None:
-    patch.setattr(Forks, "take", lambda *_: ())
+    publish = Sequence._publish
+
+    def alone(self: Sequence, start: int, stop: int) -> None:
+        self._part()
+        publish(self, start, stop)
+
+    patch.setattr(Sequence, "_publish", alone)
 
 
 def forks_are_forgotten_after_a_publish(patch: Patch) -> None:
-    patch.setattr(Forks, "regroup", lambda *_: None)
+    publish = Sequence._publish
+
+    def once(self: Sequence, start: int, stop: int) -> None:
+        sharers = self.sharers
+        publish(self, start, stop)
+        for other in sharers:
+            other.sharers = {}
+
+    patch.setattr(Sequence, "_publish", once)
 
 
 def forks_that_part_stay_together(patch: Patch) -> None:
-    patch.setattr(Sequence, "_leave_forks", lambda *_: None)
+    patch.setattr(Sequence, "_part", lambda *_: None)
 
 
 def claims_on_published_pages_hold_nothing(patch: Patch) -> None:
@@ -104,7 +117,7 @@ def sources_of_copies_are_let_go(patch: Patch) -> None:
 
     def hasty(self: Sequence) -> object:
         made = copies(self)
-        self._pending.finish()
+        self._finish_copies()
         return made
 
     patch.setattr(Sequence, "copies", hasty)
@@ -116,7 +129,7 @@ def copies_are_handed_to_every_fork(patch: Patch) -> None:
 
     def fork_with_copies(self: Sequence) -> Sequence:
         other = fork(self)
-        inherited[other] = [claim.copy for claim in other._pending.waiting]
+        inherited[other] = [claim.copy for claim in other._waiting]
         return other
 
     def handed_again(self: Sequence) -> object:

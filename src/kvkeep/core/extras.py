@@ -15,25 +15,16 @@ from kvkeep.core.errors import InvalidValue, listed, told, whole
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from kvkeep.core.tokens import TokenArray
 
     ExtraLike = Iterable[tuple[int, bytes | bytearray | memoryview]]
     Extras = tuple["Extra", ...]
 
-__all__ = [
-    "SEPARATOR",
-    "Extra",
-    "as_extras",
-    "by_position",
-    "extra_bytes",
-    "extras_between",
-    "signed",
-]
+__all__ = ["Extra", "as_extras", "extra_bytes", "extras_between", "numbered", "signed"]
 
-SEPARATOR = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
-"""Separates the tokens of a block from their extras in the hashed bytes; never a token."""
+_SEPARATOR = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)  # never a token
 _MOST = 65_536
 _MOST_BYTES = 1 << 30
 
@@ -86,12 +77,6 @@ def _extra(pair: object, length: int) -> Extra:
     return Extra(position, hashlib.sha256(data).digest())
 
 
-def by_position(extras: Extras) -> Iterator[tuple[int, tuple[bytes, ...]]]:
-    """Yield each position that has extras, with its digests in order."""
-    for position, some in groupby(extras, key=lambda one: one.position):
-        yield position, tuple(one.digest for one in some)
-
-
 def extras_between(extras: Extras, start: int, stop: int) -> Extras:
     """Return the extras of tokens ``start`` … ``stop``; positions then count from ``start``."""
     return tuple(
@@ -99,13 +84,36 @@ def extras_between(extras: Extras, start: int, stop: int) -> Extras:
     )
 
 
-def extra_bytes(extras: Extras) -> bytes:
-    """Return the bytes to hash after the tokens of a block with these extras; b"" without any."""
+def extra_bytes(extras: Extras, start: int = 0) -> bytes:
+    """Return the bytes to hash after the tokens of a block with these extras; b"" without any.
+
+    ``start`` is the position of the block in the row.
+    """
     if not extras:
         return b""
-    return SEPARATOR + b"".join(
-        one.position.to_bytes(TOKEN_BYTES, "little") + one.digest for one in extras
+    return _SEPARATOR + b"".join(
+        (position - start).to_bytes(TOKEN_BYTES, "little") + digest for position, digest in extras
     )
+
+
+def numbered(
+    tokens: TokenArray, extras: Extras, number: Callable[[int, tuple[bytes, ...]], int | None]
+) -> TokenArray:
+    """Return the tokens, with ``number(token, digests)`` for each token that has extras.
+
+    The row ends before the first of these whose number is None. It is ``tokens``, or a copy.
+    """
+    if not extras:
+        return tokens
+    row = tokens.copy()
+    for position, digests in groupby(extras, key=lambda each: each.position):
+        if position >= len(row):
+            break
+        value = number(int(row[position]), tuple(each.digest for each in digests))
+        if value is None:
+            return row[:position]
+        row[position] = value
+    return row
 
 
 def signed(tokens: TokenArray, extras: Extras) -> TokenArray:
@@ -114,10 +122,9 @@ def signed(tokens: TokenArray, extras: Extras) -> TokenArray:
     The hashes are the same in every process. Two contents share one with a probability of 2⁻³¹:
     good enough for statistics and explanations, not for finding KV.
     """
-    if not extras:
-        return tokens
-    row = tokens.copy()
-    for position, digests in by_position(extras):
-        said = int(tokens[position]).to_bytes(TOKEN_BYTES, "little") + b"".join(digests)
-        row[position] = -1 - (int.from_bytes(hashlib.sha256(said).digest()[:4], "little") >> 1)
-    return row
+    return numbered(tokens, extras, _hash)
+
+
+def _hash(token: int, digests: tuple[bytes, ...]) -> int:
+    digest = hashlib.sha256(token.to_bytes(TOKEN_BYTES, "little") + b"".join(digests)).digest()
+    return -1 - (int.from_bytes(digest[:4], "little") >> 1)

@@ -16,11 +16,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import groupby
 from struct import iter_unpack
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import InvalidValue, check_type, told
-from kvkeep.core.extras import Extra, extra_bytes
+from kvkeep.core.extras import extra_bytes
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -122,23 +123,18 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int, extras: Extras = 
     Cost: one SHA-256 a block, about 0.4 µs at 16 tokens a block, most of it calls of hashlib.
     """
     begin = hashlib.sha256().copy  # cheaper than to make one anew
-    suffixes = _extra_suffixes(extras, block_bytes // TOKEN_BYTES) if extras else None
+    suffixes: dict[int, bytes] = {}  # by the number of each block that has extras
+    if extras:
+        size = block_bytes // TOKEN_BYTES
+        for at, some in groupby(extras, key=lambda each: each.position // size):
+            suffixes[at] = extra_bytes(tuple(some), at * size)
     keys: list[bytes] = []
     whole = memoryview(tokens)[: len(tokens) // block_bytes * block_bytes]
     for (block,) in iter_unpack(f"{block_bytes}s", whole):
-        one = begin()
-        one.update(parent + block)
+        block_hash = begin()
+        block_hash.update(parent + block)
         if suffixes and len(keys) in suffixes:
-            one.update(suffixes[len(keys)])
-        parent = one.digest()
+            block_hash.update(suffixes[len(keys)])
+        parent = block_hash.digest()
         keys.append(parent)
     return keys
-
-
-def _extra_suffixes(extras: Extras, size: int) -> dict[int, bytes]:
-    """Return the bytes to hash after the tokens, by the number of each block that has extras."""
-    blocks: dict[int, list[Extra]] = {}
-    for position, digest in extras:
-        at, within = divmod(position, size)
-        blocks.setdefault(at, []).append(Extra(within, digest))
-    return {at: extra_bytes(tuple(some)) for at, some in blocks.items()}

@@ -659,9 +659,18 @@ class PagedCache(CacheParts):
             assert len(np.unique(stored)) == len(stored), "the index stores a page twice"
             expected = np.zeros(self.num_pages, np.int64)
             expected[stored] += 1
+            groups: dict[int, list[Sequence]] = {}  # by first unpublished page
             for sequence in sequences:
                 sequence.check(stored)
                 expected[sequence.unpublished] += 1
+                for page in sequence.unpublished[:1]:
+                    groups.setdefault(page, []).append(sequence)
+            firsts: dict[int, int] = {}  # of each unpublished page
+            for first, group in groups.items():
+                for sequence in group:
+                    assert set(sequence.sharers or [sequence]) == set(group)
+                    for page in sequence.unpublished:
+                        assert firsts.setdefault(page, first) == first, "a page in two groups"
             nodes = [
                 node
                 for root in self.tree.roots.values()
@@ -676,7 +685,6 @@ class PagedCache(CacheParts):
                 self.board.check(nodes, beside, expected)
             for claim in claims:
                 expected[claim.copy.src] += 1
-            self.forks.check(sequences)
             wrong = np.flatnonzero(expected != self.pool.references)
             assert not len(wrong), f"reference counts of pages {wrong[:8]} are wrong"
             self.pool.check()

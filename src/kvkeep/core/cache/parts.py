@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.core.cache.copies import Claims, Forks
+from kvkeep.core.cache.copies import Claims
 from kvkeep.core.cache.misses import Misses
 from kvkeep.core.cache.pins import Pins
 from kvkeep.core.cache.sessions import Sessions
@@ -51,7 +51,6 @@ class CacheParts:
         self.lock = CacheLock()
         self.counters = CacheCounters()
         self.claims = Claims(pool, tree)
-        self.forks = Forks()
         self.sequences: dict[int, Any] = {}
         """The sequences that are not closed, by id."""
         self.pins = Pins(tree, pool.num_pages, hard_pin_pages, clock)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.cache.copies import PendingCopies, SequenceState, permit
+from kvkeep.core.cache.copies import CLOSED, COPYING, READY, permit
 from kvkeep.core.errors import check_type, switch, whole
 from kvkeep.core.events import Closed, Opened, PrefixMiss, Returned, Stored, frozen
-from kvkeep.core.extras import as_extras, signed
+from kvkeep.core.extras import Extra, as_extras, signed
 from kvkeep.core.pages import GrowingArray, PageCopy
-from kvkeep.core.prefix.marks import Border, SaltedRow, TokenRow
+from kvkeep.core.prefix.marks import TokenRow
 from kvkeep.core.public import salt_of
 from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import TOKEN_DTYPE, as_tokens, common_length, single_token
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvkeep.core.cache.copies import Claim
+    from kvkeep.core.cache.copies import Claim, SequenceState
     from kvkeep.core.cache.parts import CacheParts
     from kvkeep.core.cache.sessions import Owner
     from kvkeep.core.extras import ExtraLike, Extras
@@ -76,14 +76,15 @@ class Sequence:
         id: the number of the sequence: 1, 2, 3 …
         num_cached: leading tokens that needed no computing when it was opened or forked.
         miss: why the rest of the prompt is computed; None for a fork.
+        closed: whether the sequence was closed.
         groups: rows and states, of a cache that has groups of layers; else None.
         hold: the hold on its published pages in the prefix index.
     """
 
     __slots__ = (
-        "_cache", "_opened_pages", "_pending", "_shared", "_table", "_tokens", "encoder",
-        "groups", "hold", "id", "miss", "namespace", "num_cached", "owner", "priority",
-        "public_pages", "returned", "space", "watched",
+        "_cache", "_opened_pages", "_shared", "_table", "_taken", "_tokens", "_waiting", "closed",
+        "encoder", "groups", "hold", "id", "miss", "namespace", "num_cached", "owner", "priority",
+        "public_pages", "returned", "sharers", "space", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -113,19 +114,17 @@ class Sequence:
         self.watched = 0  # pages that the miss-ratio curve has counted
         self.encoder: Encoder
         self._tokens: TokenRow
-        self.public_pages: int | None = None  # None: its prompt has no public prefix
+        # Leading pages that are public; the first token behind them has the salt of the namespace.
+        # None: its prompt has no public prefix.
+        self.public_pages: int | None = None
         if isinstance(query, Sequence):
             self.encoder, self._tokens = query.encoder.fork(), query._tokens.fork()
             self.public_pages, self.watched = query.public_pages, query.watched
         else:
-            marks = cache.tree.marks
             self.encoder = query.encoder or cache.tree.encoder(query.space)
+            self._tokens = TokenRow(cache.tree.marks, query.tokens, query.extras)
             if query.public:
-                border = Border(query.public, cache.page_size, salt_of(query.namespace))
-                self._tokens = SaltedRow(marks, query.tokens, query.extras, border)
                 self.public_pages = query.public // cache.page_size
-            else:
-                self._tokens = TokenRow(marks, query.tokens, query.extras)
         self._table: GrowingArray
         # Region map of the page table:
         #   0 … _shared      pages that the index stores; the hold protects exactly these
@@ -133,7 +132,12 @@ class Sequence:
         #                    has each fork that has not written to the page
         self._shared = 0
         self._opened_pages = 0  # leading pages that other sequences computed
-        self._pending = PendingCopies(cache.claims)
+        self.sharers: dict[Sequence, None] = {}
+        """The forks that have the same first unpublished page, this one included; may be empty."""
+        # Copies to make: those to be taken, in order, and those that the engine makes at present.
+        self._waiting: list[Claim] = []
+        self._taken: list[Claim] = []
+        self.closed = False
 
     def adopt(
         self, table: PageArray, shared: int, copy: PageCopy | None = None, source: Any = None
@@ -142,7 +146,7 @@ class Sequence:
         self._table = GrowingArray(table)
         self._shared = self._opened_pages = shared
         if copy is not None:
-            self._pending.add(copy, source)
+            self._waiting.append(self._cache.claims.add(copy, source, self))
         self._cache.sequences[self.id] = self
 
     def begin_groups(self, groups: SequenceGroups, state: PageArray | None, cached: int) -> None:
@@ -188,19 +192,15 @@ class Sequence:
         return self._tokens.values
 
     @property
-    def closed(self) -> bool:
-        """Whether the sequence was closed."""
-        return self._pending.state is SequenceState.CLOSED
+    def state(self) -> SequenceState:
+        """The state, which decides what steps are legal."""
+        if self.closed:
+            return CLOSED
+        return COPYING if self._waiting else READY
 
     def claims(self) -> list[Claim]:
         """Return the claims on pages that must still be copied for this sequence."""
-        return self._pending.claims()
-
-    @property
-    def first_unpublished(self) -> int | None:
-        """The first page of the table that the index does not store; None if it stores all."""
-        table = self._table
-        return int(table.values[self._shared]) if len(table) > self._shared else None
+        return self._waiting + self._taken
 
     @property
     def unpublished(self) -> list[int]:
@@ -219,8 +219,41 @@ class Sequence:
         unchanged.
         """
         with self._cache.lock:
-            permit(self._pending.state, "copies")
-            return self._pending.take()
+            permit(self.state, "copies")
+            self._finish_copies()
+            self._taken, self._waiting = self._waiting, []
+            for claim in self._taken:
+                for other in claim.sharers:
+                    # A second copy could overwrite what was computed on the page after the first.
+                    if other is not self:
+                        other._waiting.remove(claim)
+                claim.sharers = {self}
+            return [claim.copy for claim in self._taken]
+
+    def _finish_copies(self) -> None:
+        """Release the source pages of all copies taken so far; the caller has made them."""
+        if self._taken:
+            self._cache.claims.remove(self._taken, self)
+            self._taken = []
+
+    def _drop_copies(self) -> None:
+        """Drop waiting claims whose target is not unpublished any more.
+
+        Such a target left the table, or was published and is complete.
+        """
+        if not self._waiting:
+            return
+        wanted = set(self.unpublished)
+        needed: list[Claim] = []
+        needless: list[Claim] = []
+        for claim in reversed(self._waiting):
+            if claim.copy.dst in wanted:
+                wanted.add(claim.copy.src)
+                needed.append(claim)
+            else:
+                needless.append(claim)
+        self._cache.claims.remove(needless, self)
+        self._waiting = needed[::-1]
 
     def append(self, tokens: TokensLike | int, extra: ExtraLike | None = None) -> None:
         """Add tokens at the end and allocate the pages they need; all or nothing.
@@ -238,7 +271,7 @@ class Sequence:
         extras = () if extra is None else as_extras(extra, count)
         cache = self._cache
         with cache.lock:
-            permit(self._pending.state, "append")
+            permit(self.state, "append")
             at, offset = divmod(len(self._tokens), cache.page_size)
             needed = at - (-(offset + count) // cache.page_size) - len(self._table)
             copy = offset and count and not self._may_write(at, offset)
@@ -248,6 +281,8 @@ class Sequence:
                     self._copy_on_write(at, offset, int(fresh[0]))
                     fresh = fresh[1:]
                 self._table.extend(fresh)
+            if at == self.public_pages and count and not offset:  # the first private token
+                extras = (Extra(0, salt_of(self.namespace)), *extras)
             if extras:
                 added = np.array([token], TOKEN_DTYPE) if token is not None else array
                 self._tokens.extend_with(added, extras)
@@ -271,9 +306,9 @@ class Sequence:
             self._shared = at
             self._opened_pages = min(self._opened_pages, at)
         elif at == self._shared:
-            self._leave_forks()
+            self._part()
         copy = PageCopy(int(self._table.values[at]), dst, tokens)
-        self._pending.add(copy, hold)
+        self._waiting.append(cache.claims.add(copy, hold, self))
         self._table.values[at] = dst
 
     def truncate(self, length: int) -> None:
@@ -284,22 +319,24 @@ class Sequence:
         """
         cache = self._cache
         with cache.lock:
-            permit(self._pending.state, "truncate")
+            permit(self.state, "truncate")
             length = whole("the length to keep, in tokens,", length, 0, len(self._tokens))
             size = cache.page_size
             pages = -(-length // size)
             if pages <= self._shared:
-                self._leave_forks()
+                self._part()
             freed = self._table.values[max(pages, self._shared) :].copy()
             if pages < self._shared:
                 self.hold = cache.tree.move(self.hold, self.hold, pages)
                 self._shared = pages
             self._table.cut(pages)
             self._tokens.cut(length)
-            if self.public_pages is not None:
-                self.public_pages = min(self.public_pages, length // size)
+            if self.public_pages is not None and self.public_pages > length // size:
+                # A page that loses some of its public tokens is private, from its first token on.
+                self.public_pages = length // size
+                self._tokens.mark(self.public_pages * size, salt_of(self.namespace))
             self.encoder.cut(length // size)
-            self._pending.drop_needless(self._table.values[self._shared :])
+            self._drop_copies()
             cache.pool.release(freed)
             if self.groups is not None:
                 self.groups.rewind(length, self._table.values[: self._shared])
@@ -313,7 +350,7 @@ class Sequence:
         """
         cache = self._cache
         with cache.lock:
-            permit(self._pending.state, "fork")
+            permit(self.state, "fork")
             groups = None if self.groups is None else self.groups.fork()
             hold = cache.tree.retain(self.hold)
             table = self._table.values
@@ -321,12 +358,14 @@ class Sequence:
             other = Sequence(cache, self, hold, self.owner, self.priority)
             other.num_cached = max(self.num_cached, self.num_published)
             other.adopt(table, self._shared)
-            self._pending.share_with(other._pending)
+            other._waiting = self._waiting.copy()
+            for claim in self._waiting:
+                claim.sharers.add(other)
             if groups is not None:
                 groups.tokens, other.groups = other._tokens, groups
-            page = self.first_unpublished
-            if page is not None:
-                cache.forks.join(page, self, other)
+            if len(table) > self._shared:
+                self.sharers[self] = self.sharers[other] = None
+                other.sharers = self.sharers
             if cache.reports_requests:
                 cache.tree.policy.forked(self.id, other.id)
             cache.counters.forked += 1
@@ -347,13 +386,13 @@ class Sequence:
         """
         cache = self._cache
         with cache.lock:
-            permit(self._pending.state, "publish")
+            permit(self.state, "publish")
             length = len(self._tokens)
             if computed is None:
                 computed = length
             else:
                 computed = whole("the number of computed tokens", computed, 0, length)
-            self._pending.finish()
+            self._finish_copies()
             if not cache.reuse:
                 return 0
             stop = computed // cache.page_size
@@ -379,7 +418,6 @@ class Sequence:
         self.hold, existing = cache.tree.insert(
             self.hold, symbols, pages, self.priority, owner=owner, namespace=space
         )
-        forks = cache.forks.take(int(pages[0])) if cache.forks else ()
         self._shared = stop
         new = pages[len(existing) :]
         if len(new):
@@ -394,7 +432,9 @@ class Sequence:
             self._opened_pages = start + len(existing)
             cache.counters.duplicate_pages += len(existing)
             self._exchange(start, pages[: len(existing)], existing)
-        for other in forks:
+        groups: dict[int, dict[Sequence, None]] = {}  # of sharers, by first unpublished page
+        sharers, self.sharers = self.sharers, {}
+        for other in sharers:
             if other is not self:
                 assert other._shared == start
                 sharing = common_length(other._table.values[start : start + len(pages)], pages)
@@ -402,9 +442,10 @@ class Sequence:
                 other.hold = cache.tree.move(other.hold, self.hold, start + sharing)
                 other._shared = other._opened_pages = start + sharing
                 other._exchange(start, pages[:sharing], existing[:sharing])
-                other._pending.drop_needless(other._table.values[other._shared :])
-        if forks:
-            cache.forks.regroup(forks)
+                other._drop_copies()
+            first = other._table.values[other._shared :][:1].tolist()
+            other.sharers = groups.setdefault(first[0], {}) if first else {}
+            other.sharers[other] = None
         if cache.lock.hooks and len(new):
             at = stop - len(new)
             parent = int(self._table.values[at - 1]) if at else -1
@@ -415,12 +456,11 @@ class Sequence:
                 )
             )
 
-    def _leave_forks(self) -> None:
-        """Leave the group of forks before the first unpublished page leaves the table."""
-        forks = self._cache.forks
-        page = self.first_unpublished if forks else None
-        if page is not None:
-            forks.leave(page, self)
+    def _part(self) -> None:
+        """Leave the sharers of the first unpublished page, before it leaves the table."""
+        if self.sharers:
+            del self.sharers[self]
+            self.sharers = {}
 
     def _exchange(self, start: int, published: PageArray, existing: PageArray) -> None:
         """Drop the references to ``published`` pages; ``existing`` ones replace the first ones."""
@@ -439,12 +479,10 @@ class Sequence:
         if ended is not None:
             check_type("ended", ended, Ended, "an Ended(…)")
         with cache.lock:
-            pending = self._pending
-            permit(pending.state, "close")
-            pending.state = SequenceState.CLOSED
+            permit(self.state, "close")
+            self.closed = True
             del cache.sequences[self.id]
-            if cache.forks:
-                self._leave_forks()
+            self._part()
             if cache.reports_requests:
                 if keep:
                     cache.tree.policy.closed(self.id, self.hold, self.row, ended)
@@ -461,7 +499,8 @@ class Sequence:
                 cache.tree.release(self.hold)
             else:
                 stored -= cache.drop(self.hold, self._opened_pages)
-            pending.end()
+            cache.claims.remove(self.claims(), self)
+            self._waiting = self._taken = []
             if self.groups is not None:
                 self.groups.close()
             self._tokens.release_marks()
@@ -479,7 +518,7 @@ class Sequence:
         assert not published[self._shared :].any(), "the index stores a page that is not held"
         assert len(table) == -(-len(self._tokens) // self._cache.page_size)
         assert self.hold.end == self._shared or not self._shared
-        self._pending.check()
+        assert all(self in claim.sharers for claim in self.claims())
 
     def __enter__(self) -> Self:
         return self
@@ -495,6 +534,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"<Sequence {self.id}, {self._pending.state.name.lower()}, {self.num_tokens} tokens, "
+            f"<Sequence {self.id}, {self.state}, {self.num_tokens} tokens, "
             f"{len(self._table)} pages, {self._shared} of them published>"
         )

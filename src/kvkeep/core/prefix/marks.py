@@ -9,12 +9,12 @@ other: that is the `TokenRow` of a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvkeep.core.events import frozen
-from kvkeep.core.extras import Extra, by_position
+from kvkeep.core.extras import Extra, numbered
 from kvkeep.core.pages import GrowingArray
 
 if TYPE_CHECKING:
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from kvkeep.core.pages.pool import PageArray
     from kvkeep.core.tokens import TokenArray
 
-__all__ = ["Border", "Marks", "SaltedRow", "TokenRow"]
+__all__ = ["Marks", "TokenRow"]
 
 _LAST = -(2**31)
+
+
+def _after(mark_id: int) -> int:
+    return mark_id - 1 if mark_id > _LAST else -1
 
 
 @dataclass(slots=True)
@@ -59,40 +63,23 @@ class Marks:
 
     def lookup(self, tokens: TokenArray, extras: Extras) -> TokenArray:
         """Return the row with marks, up to the first token that has none yet. Changes nothing."""
-        if not extras:
-            return tokens
-        row = tokens.copy()
-        for position, digests in by_position(extras):
-            if position >= len(row):
-                break
-            mark_id = self._ids.get((int(tokens[position]), digests))
-            if mark_id is None:
-                return row[:position]
-            row[position] = mark_id
-        return row
+        return numbered(tokens, extras, lambda *content: self._ids.get(content))
 
     def marked(self, tokens: TokenArray, extras: Extras) -> TokenArray:
         """Return the row with marks, and count one use of each. Missing marks are made."""
-        if not extras:
-            return tokens
-        row = tokens.copy()
-        for position, digests in by_position(extras):
-            row[position] = self._use((int(tokens[position]), digests))
-        return row
+        return numbered(tokens, extras, self._use)
 
-    def _use(self, content: tuple[int, tuple[bytes, ...]]) -> int:
-        mark_id = self._ids.get(content)
+    def _use(self, token: int, digests: tuple[bytes, ...]) -> int:
+        mark_id = self._ids.get((token, digests))
         if mark_id is None:
-            while self._next in self.living:
-                self._step()
-            mark_id = self._ids[content] = self._next
-            self.living[mark_id] = _Mark(*content, 0)
-            self._step()
+            mark_id = self._next
+            while mark_id in self.living:
+                mark_id = _after(mark_id)
+            self._next = _after(mark_id)
+            self._ids[token, digests] = mark_id
+            self.living[mark_id] = _Mark(token, digests, 0)
         self.living[mark_id].uses += 1
         return mark_id
-
-    def _step(self) -> None:
-        self._next = -1 if self._next == _LAST else self._next - 1
 
     # --- from marks to extras ----------------------------------------------------------------
 
@@ -136,8 +123,6 @@ class Marks:
 
     def stored(self, pages: PageArray, row: TokenArray) -> None:
         """Record that the index stores ``pages``, which hold this row."""
-        if not self.living:
-            return
         size = len(row) // len(pages)
         positions = np.flatnonzero(row < 0)
         for position in positions.tolist():
@@ -147,8 +132,6 @@ class Marks:
 
     def forget(self, pages: PageArray) -> None:
         """Record that the index no longer stores these pages."""
-        if not self._pages:
-            return
         for page in pages.tolist():
             self._drop(self._pages.pop(page, ()))
 
@@ -201,6 +184,13 @@ class TokenRow(GrowingArray):
         self.extend(self._marks.marked(tokens, extras))
         self._marked = True
 
+    def mark(self, position: int, digest: bytes) -> None:
+        """Give a token without extras one; does nothing at the end of the row."""
+        token = self.values[position : position + 1]
+        if len(token):
+            token[:] = self._marks.marked(token, (Extra(0, digest),))
+            self._marked = True
+
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens, and release the marks behind them."""
         if self._marked:
@@ -218,71 +208,6 @@ class TokenRow(GrowingArray):
     def release_marks(self) -> None:
         """Release the marks and put plain tokens in their place: the row stays readable."""
         if self._marked:
-            tokens, extras = self.plain(self.values)
+            tokens, self._extras = self.plain(self.values)
             self._marks.release(self.values)
-            GrowingArray.__init__(self, tokens)
-            self._extras, self._marked = extras, False
-
-
-class Border(NamedTuple):
-    """The end of a row's public part, in tokens, and the salt of the private tokens behind it."""
-
-    public: int
-    page_size: int
-    salt: bytes
-
-
-class SaltedRow(TokenRow):
-    """A row with a public prefix: the first token of its first private page has a salt.
-
-    The public part ends at its border, or where the row was cut before it; tokens added from there
-    on are private. So no private token is in a public page.
-    """
-
-    __slots__ = ("_border", "_private")
-
-    def __init__(self, marks: Marks, tokens: TokenArray, extras: Extras, border: Border) -> None:
-        """``extras`` have the salt at the border already, if there is a token."""
-        super().__init__(marks, tokens, extras)
-        self._border = border
-        self._private = border.public
-
-    def append(self, value: int) -> None:
-        """Append one token, with the salt if it is the first private one."""
-        if self._length == self._private:
-            self.extend_with(np.array([value], np.int32), ())
-        else:
-            super().append(value)
-
-    def extend(self, values: TokenArray) -> None:
-        """Append tokens, the first private one of them with the salt."""
-        if self._length == self._private:
-            self.extend_with(values, ())
-        else:
-            super().extend(values)
-
-    def extend_with(self, tokens: TokenArray, extras: Extras) -> None:
-        """Add tokens at the end; positions of ``extras`` count from the first of ``tokens``."""
-        if self._length == self._private and len(tokens):
-            extras = (Extra(0, self._border.salt), *extras)
-        GrowingArray.extend(self, self._marks.marked(tokens, extras))
-        self._marked = self._marked or bool(extras)
-
-    def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens; a public page that loses some of its own is private."""
-        super().cut(length)
-        if length < self._private:
-            at = self._private = length // self._border.page_size * self._border.page_size
-            if at < length:
-                token = self._array[at : at + 1]
-                token[:] = self._marks.marked(token, (Extra(0, self._border.salt),))
-                self._marked = True
-
-    def fork(self) -> Self:
-        """Return a second row with the same tokens and marks."""
-        border = self._border._replace(public=self._private)
-        other = type(self)(self._marks, self.values, (), border)
-        if self._marked:
-            self._marks.retain(self.values)
-            other._marked = True
-        return other
+            self._array, self._marked = tokens, False
