@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,8 +37,8 @@ def the_awaited_are_not_last(patch: Patch) -> None:
 def a_hit_does_not_revive(patch: Patch) -> None:
     def used(self: Sessions, hold: object, owner: object) -> None:
         while hold.owner is not None and hold.parent is not None:
-            if hold.owner is not owner and not hold.died:
-                self._share(hold)
+            if hold.owner is not owner and not hold.owner.ended:
+                self._disown(hold)
             hold = hold.parent
 
     patch.setattr(Sessions, "used", used)
@@ -86,7 +87,7 @@ def sessions_leave_and_stay(patch: Patch) -> None:
 
 
 def nobody_comes_back(patch: Patch) -> None:
-    patch.setattr(Sessions, "_wake", lambda self, line: None)
+    patch.setattr(Sessions, "_wake", lambda self, line: self._suspended.pop(line, None))
 
 
 def the_away_may_have_all(patch: Patch) -> None:
@@ -100,20 +101,17 @@ def the_away_may_have_all(patch: Patch) -> None:
 
 
 def hints_lose_what_may_go(patch: Patch) -> None:
-    def change(self: Sessions, node: object, died: int, due: float | None) -> None:
-        self._set(node, died, due)
-
-    patch.setattr(Sessions, "_change", change)
+    patch.setattr(Tree, "reordering", lambda self, nodes: nullcontext())
     patch.setattr(AgeQueue, "remove", lambda self, entry: self._line.pop(entry, None))
 
 
-def what_hangs_from_the_dead_lives(patch: Patch) -> None:
+def what_is_stored_after_the_end_lives(patch: Patch) -> None:
     born = Sessions.born
 
     def alive(self: Sessions, leaf: object, pages: int) -> None:
-        parent, leaf.parent = leaf.parent, None
+        if leaf.owner is not None and leaf.owner.ended:
+            leaf.owner = None
         born(self, leaf, pages)
-        leaf.parent = parent
 
     patch.setattr(Sessions, "born", alive)
 

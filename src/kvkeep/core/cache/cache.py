@@ -678,7 +678,7 @@ class PagedCache(CacheParts):
                 if node is not root
             ]
             if self.board is not None:
-                beside = [pin.groups for pin in self.pins.active if pin.groups is not None]
+                beside = [pin.beside for pin in self.pins.active]
                 for sequence in sequences:
                     assert sequence.groups is not None
                     beside += sequence.groups.references()

@@ -68,7 +68,7 @@ class CacheParts:
         if groups is not None:
             from kvkeep.core.groups import GroupBoard  # noqa: PLC0415 - a plain model has none
 
-            self.board = self.pins.groups = GroupBoard(
+            self.board = self.pins.board = GroupBoard(
                 groups, pool, tree, self.lock, self.pins.covered, reuse=reuse
             )
 

@@ -12,12 +12,13 @@ at one place are one `PinSet`, which moves as a whole:
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue
+from kvkeep.core.pages.pool import EMPTY_PAGES
 from kvkeep.core.prefix.node import Coverage, TreeObserver, descend
+from kvkeep.core.prefix.policy import AgeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,20 +35,13 @@ _LEAST_PINS: Final = 1024
 
 
 class PinSet:
-    """The soft and the hard pins at the end of ``node``."""
+    """All soft pins at the end of ``node``, or one hard pin, whose ``node`` never changes."""
 
-    __slots__ = ("hard", "node", "soft")
+    __slots__ = ("node", "pins")
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.soft: dict[Pin, None] = {}
-        self.hard: dict[Pin, None] = {}
-
-    def absorb(self, other: PinSet) -> None:
-        """Take over the pins of ``other``, which are all soft. Cost: its pins."""
-        for pin in other.soft:
-            pin.pin_set = self
-        self.soft |= other.soft
+        self.pins: dict[Pin, None] = {}
 
 
 class Pin:
@@ -57,14 +51,14 @@ class Pin:
     ``num_tokens`` falls. Pages under a hard pin are not, and count against the cache's budget.
     """
 
-    __slots__ = ("_pins", "expires", "groups", "hard", "pin_set")
+    __slots__ = ("_pins", "beside", "expires", "hard", "pin_set")
 
     def __init__(self, pins: Pins, pin_set: PinSet, *, hard: bool, expires: float | None) -> None:
         self._pins = pins
         self.pin_set: PinSet | None = pin_set  # None once it has ended
         self.hard = hard
         self.expires = expires
-        self.groups: PageArray | None = None  # pages that resuming there reads, of a hard pin
+        self.beside: PageArray = EMPTY_PAGES  # rows and states that resuming there reads, if hard
 
     @property
     def active(self) -> bool:
@@ -74,7 +68,8 @@ class Pin:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prefix that are still cached; 0 once the pin has ended."""
-        return self._pins.pages(self) * self._pins.page_size
+        node = self._pins.node(self)
+        return 0 if node is None else node.end * self._pins.page_size
 
     @property
     def num_resumable(self) -> int:
@@ -83,7 +78,10 @@ class Pin:
         Fewer than ``num_tokens`` in a cache with groups of layers whose last checkpoint lies
         earlier; a pin adds one at its end if that needs no state. Cost: as `PagedCache.match`.
         """
-        return self._pins.resumable(self) * self._pins.page_size
+        node, board = self._pins.node(self), self._pins.board
+        if node is None or board is None:
+            return self.num_tokens
+        return board.resumable(node) * self._pins.page_size
 
     def __repr__(self) -> str:
         kind = "hard" if self.hard else "soft"
@@ -93,11 +91,12 @@ class Pin:
 class Pins(TreeObserver):
     """All pins of a cache, and the pages that they cover.
 
-    Thread safety: none; under the cache's lock. Memory: about 350 bytes a pin. Cost: O(log pins)
+    Thread safety: none; under the cache's lock. Memory: 350 to 570 bytes a pin. Cost: O(log pins)
     for a pin with a time to live, and the uncovered runs of its path; nothing here walks over all
     pins. While runs are evicted, a pin moves to another set O(log pins) times at most.
 
     Attributes:
+        board: keeps rows and states for pins; None for plain models.
         active: the pins that have not ended.
         covered: the pages on their paths.
         hard_covered: those of them on the paths of hard pins.
@@ -113,14 +112,12 @@ class Pins(TreeObserver):
         self.most = max(_LEAST_PINS, num_pages)
         self.hard_budget = hard_budget
         self._clock = clock
-        self.groups: GroupBoard | None = None
-        """Keeps rows and states for pins; None for plain models."""
+        self.board: GroupBoard | None = None
         self._beside: Counter[int] = Counter()  # page of rows and states → its hard pins
         self.active: dict[Pin, None] = {}
         self.covered = Coverage()
         self.hard_covered = Coverage()
-        self._expiry: list[tuple[float, int, Pin]] = []
-        self._serial = 0
+        self._expiry = AgeQueue[float]()  # pins with a time to live
         self._observing = False  # from the first pin on
         self.expired = 0
         self.broken = 0
@@ -135,149 +132,113 @@ class Pins(TreeObserver):
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        groups = None if self.groups is None else self.groups.pinned(hold, hard=hard)
-        beside = [] if groups is None else groups.tolist()
+        beside = EMPTY_PAGES if self.board is None else self.board.pinned(hold, hard=hard)
         if hard:
-            needed = (
-                self.num_hard_pages
-                + self.hard_covered.more(hold)
-                + len({*beside} - {*self._beside})
-            )
+            new = sum(page not in self._beside for page in {*beside.tolist()})
+            needed = self.num_hard_pages + self.hard_covered.more(hold) + new
             if needed > self.hard_budget:
-                if groups is not None and self.groups is not None:
-                    self.groups.release(groups)
+                if self.board is not None:
+                    self.board.release(beside)
                 raise InvalidValue(
                     f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
                     "unpin something, pin softly, or give the cache a larger hard_pin_pages"
                 )
         if not self._observing:
             self._observing = True
-            self._tree.observe(self)
-        expires = None if ttl is None else self._clock() + ttl
-        pin_set = hold.pin_set
+            for observer in (self.covered, self.hard_covered, self):
+                self._tree.observe(observer)
+        pin_set: PinSet | None = None if hard else hold.pin_set
         if pin_set is None:
-            pin_set = hold.pin_set = PinSet(hold)
+            pin_set = PinSet(hold)
             self.covered.add(hold)
+            if hard:
+                self.hard_covered.add(hold)
+            else:
+                hold.pin_set = pin_set
+        expires = None if ttl is None else self._clock() + ttl
         pin = Pin(self, pin_set, hard=hard, expires=expires)
-        if hard and not pin_set.hard:
-            self.hard_covered.add(hold)
-        (pin_set.hard if hard else pin_set.soft)[pin] = None
-        pin.groups = groups
-        self._beside.update(beside)
+        pin.beside = beside
+        pin_set.pins[pin] = None
+        self._beside.update(beside.tolist())
         self.active[pin] = None
         if expires is not None:
-            self._serial += 1
-            heapq.heappush(self._expiry, (expires, self._serial, pin))
+            self._expiry.push(pin, expires)
         return pin
 
     def end(self, pin: Pin) -> None:
         """End a pin that has not ended, and the hold of a hard one."""
         pin_set = pin.pin_set
         assert pin_set is not None
-        node, tree = pin_set.node, self._tree
-        queued = tree.is_candidate(node)
-        if queued:
-            tree.dequeue(node)
+        node = pin_set.node
         self._forget(pin)
-        del (pin_set.hard if pin.hard else pin_set.soft)[pin]
-        if pin.hard and not pin_set.hard:
-            self.hard_covered.remove(node)
-        if not pin_set.soft and not pin_set.hard:
-            node.pin_set = None
+        del pin_set.pins[pin]
+        if not pin_set.pins:
             self.covered.remove(node)
         if pin.hard:
-            tree.release(node)
-        elif queued:
-            tree.enqueue(node)
-        if self.groups is not None and pin.groups is not None:
-            self._beside -= Counter(pin.groups.tolist())
-            self.groups.release(pin.groups)
-            self.groups.unpinned(node)
-            pin.groups = None
+            self.hard_covered.remove(node)
+            self._tree.release(node)
+        elif not pin_set.pins:
+            with self._tree.reordering([node]):
+                node.pin_set = None
+        if self.board is not None:
+            self._beside -= Counter(pin.beside.tolist())
+            self.board.release(pin.beside)
+            self.board.unpinned(node)
+            pin.beside = EMPTY_PAGES
 
     def _forget(self, pin: Pin) -> None:
         pin.pin_set = None
         del self.active[pin]
-        if len(self._expiry) > 2 * len(self.active) + 64:  # most entries are of ended pins
-            self._expiry = [item for item in self._expiry if item[2].active]
-            heapq.heapify(self._expiry)
+        if pin in self._expiry:
+            self._expiry.remove(pin)
 
     def expire(self) -> None:
         """End the pins whose time is over."""
-        while self._expiry and (not self._expiry[0][2].active or self._over(self._expiry[0][0])):
-            pin = heapq.heappop(self._expiry)[2]
-            if pin.active:
-                self.end(pin)
-                self.expired += 1
-
-    def _over(self, when: float) -> bool:
-        return self._clock() >= when
-
-    # --- observer of the tree ------------------------------------------------------------------
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self.covered.split(upper, lower)
-        self.hard_covered.split(upper, lower)
-
-    def joined(self, upper: Node, lower: Node) -> None:
-        self.covered.joined(upper)
-        self.hard_covered.joined(upper)
-
-    def trimmed(self, leaf: Node, keep: int) -> None:
-        self.covered.resized(leaf, keep - leaf.size)
+        if not self.active or not self._expiry:
+            return
+        for pin, _ in self._expiry.pop_until(self._clock()):
+            self.end(pin)
+            self.expired += 1
 
     def gone(self, leaf: Node, parent: Node) -> None:
         """Move the pins of ``leaf`` to ``parent``; at a root they are broken."""
         pin_set: PinSet | None = leaf.pin_set
         if pin_set is None:
             return
-        assert not pin_set.hard, "a run with a hard pin was evicted"
         above: PinSet | None = parent.pin_set
-        if parent.parent is not None and above is None:
+        if parent.parent is None:
+            self.broken += len(pin_set.pins)
+            for pin in pin_set.pins:
+                self._forget(pin)
+        elif above is None:
             self.covered.add(parent)
+            pin_set.node, parent.pin_set = parent, pin_set
+        else:
+            if len(above.pins) < len(pin_set.pins):
+                above, pin_set = pin_set, above
+            for pin in pin_set.pins:
+                pin.pin_set = above
+            above.pins |= pin_set.pins
+            above.node, parent.pin_set = parent, above
         self.covered.remove(leaf)
         leaf.pin_set = None
-        if parent.parent is None:
-            self.broken += len(pin_set.soft)
-            for pin in pin_set.soft:
-                self._forget(pin)
-            return
-        if above is None:
-            above = pin_set
-        elif len(above.soft) + len(above.hard) < len(pin_set.soft) and not above.hard:
-            pin_set.absorb(above)
-            above = pin_set
-        else:
-            above.absorb(pin_set)
-        above.node = parent
-        parent.pin_set = above
 
     # --- figures -------------------------------------------------------------------------------
 
-    def pages(self, pin: Pin) -> int:
-        """Return how many pages a pin still covers."""
-        if pin.pin_set is None or (pin.expires is not None and self._over(pin.expires)):
-            return 0
-        return pin.pin_set.node.end
-
-    def resumable(self, pin: Pin) -> int:
-        """Return how many pages a request behind the prefix would reuse."""
-        pages = self.pages(pin)
-        if self.groups is None or not pages or pin.pin_set is None:
-            return pages
-        return self.groups.resumable(pin.pin_set.node)
+    def node(self, pin: Pin) -> Node | None:
+        """Return the run at whose end a pin stands; None once its time is over."""
+        pin_set = pin.pin_set
+        if pin_set is None or (pin.expires is not None and self._clock() >= pin.expires):
+            return None
+        return pin_set.node
 
     def soft_below(self, top: Node) -> list[Pin]:
         """Return the soft pins that end when the run ``top`` and all behind it are evicted.
 
         Cost: all descendants.
         """
-        free = [
-            node.pin_set
-            for node, _ in descend(top)
-            if not node.holders and node.pin_set is not None
-        ]
-        return [pin for pin_set in free for pin in pin_set.soft]
+        free = [node for node, _ in descend(top) if not node.holders and node.pin_set is not None]
+        return [pin for node in free for pin in node.pin_set.pins]
 
     @property
     def num_hard_pages(self) -> int:
@@ -290,16 +251,13 @@ class Pins(TreeObserver):
 
     def check(self, nodes: Iterable[Node]) -> None:
         """Recount from all nodes but the roots. Asserts."""
-        pin_sets = [node.pin_set for node in nodes if node.pin_set is not None]
-        pins = {pin for pin_set in pin_sets for pin in (*pin_set.soft, *pin_set.hard)}
-        assert pins == self.active.keys()
-        for node in nodes:
-            pin_set = node.pin_set
-            if pin_set is not None:
-                assert pin_set.node is node
-                assert all(pin.pin_set is pin_set for pin in (*pin_set.soft, *pin_set.hard))
-                assert pin_set.soft or pin_set.hard
-        self.covered.check(nodes, lambda node: node.pin_set is not None)
-        self.hard_covered.check(
-            nodes, lambda node: node.pin_set is not None and bool(node.pin_set.hard)
-        )
+        hard = Counter(self.holds())
+        soft = {pin for node in nodes if node.pin_set is not None for pin in node.pin_set.pins}
+        assert soft == {pin for pin in self.active if not pin.hard}
+        for pin in self.active:
+            assert pin.pin_set is not None
+            assert pin in pin.pin_set.pins
+            assert pin.hard or pin.pin_set.node.pin_set is pin.pin_set
+        assert all(node.pin_set is None or node.pin_set.pins for node in nodes)
+        self.covered.check(nodes, lambda node: hard[node] + (node.pin_set is not None))
+        self.hard_covered.check(nodes, lambda node: hard[node])

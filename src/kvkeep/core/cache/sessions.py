@@ -12,18 +12,17 @@ of all runs before it:
     root ── system prompt (None) ─┬─ A's first turn (A) ── A's second turn (A)
                                   └─ B's first turn (B)
 
-So an owner's runs are complete ends of branches, and a hint changes these alone.
+So an owner's runs are complete ends of branches, and a hint is about these alone.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import InvalidValue, number, told
 from kvkeep.core.prefix.node import Coverage, TreeObserver
+from kvkeep.core.prefix.policy import AgeQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,18 +110,23 @@ class Session:
 
 
 class Owner:
-    """One session, and the living runs that only it has used.
+    """One session, and the runs that only it has used.
 
-    ``due`` is when it is expected back, if it is suspended; what it stores once it has ``ended`` is
-    dead at once.
+    ``hint`` orders its runs, for `Tree`: those of a session that has ``ended`` by the number of
+    its end, those of a suspended one by ``-due``, the latest return first; else it is None.
     """
 
-    __slots__ = ("due", "ended", "nodes")
+    __slots__ = ("ended", "hint", "nodes")
 
     def __init__(self) -> None:
         self.nodes: dict[Node, None] = {}
-        self.due: float | None = None
+        self.hint: float | None = None
         self.ended = False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the session is suspended."""
+        return self.hint is not None and not self.ended
 
     @property
     def num_pages(self) -> int:
@@ -133,8 +137,8 @@ class Owner:
 class Sessions(TreeObserver):
     """All sessions of a cache. It observes the tree from the first request of a session on.
 
-    Descendants of a dead run are dead. A use by another user walks up to the first run without an
-    owner, so it visits each owned run once at most.
+    A use by another user walks up to the first run without an owner, so it visits each owned run
+    once at most.
 
     Thread safety: none; under the cache's lock. Memory: 650 to 750 bytes a session and the length
     of its name, and a dictionary entry a run; beyond ``most`` sessions those named longest ago are
@@ -152,15 +156,13 @@ class Sessions(TreeObserver):
         self.most = _MOST_SESSIONS
         self.observing = False
         self.num_dead = 0
-        self.awaited = Coverage(attrgetter("weight"))
+        self.awaited = Coverage(beside=True)
         self._tree = tree
         self._most_awaited = int(num_pages * _AWAITED_SHARE)
         self._clock = clock
-        self._deaths = 0
-        self._suspended: dict[Owner, None] = {}  # in the order of suspension
-        # A heap of (due, serial, owner); an entry counts while its time is still the owner's.
-        self._returns: list[tuple[float, int, Owner]] = []
-        self._serial = 0
+        self._closed = 0
+        self._suspended: OrderedDict[Owner, None] = OrderedDict()  # in the order of suspension
+        self._returns = AgeQueue[float]()  # the same, by the time of their return
 
     # --- requests and hints ----------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class Sessions(TreeObserver):
         """Return the session of a request that begins."""
         if not self.observing:
             self.observing = True
+            self._tree.observe(self.awaited)
             self._tree.observe(self)
         owner = self.owners.get(key)
         if owner is None:
@@ -186,15 +189,15 @@ class Sessions(TreeObserver):
             return 0
         self.owners.move_to_end(key)
         self._wake(owner)
-        owner.due = self._clock() + min(eta, LONGEST_ETA_S)
+        due = self._clock() + min(eta, LONGEST_ETA_S)
+        with self._tree.reordering(owner.nodes):
+            owner.hint = -due
         for node in owner.nodes:
-            self._change(node, 0, owner.due)
-        pages = owner.num_pages
+            self.awaited.add(node)
         self._suspended[owner] = None
-        self._serial += 1
-        heapq.heappush(self._returns, (owner.due, self._serial, owner))
+        self._returns.push(owner, due)
         self.expire()
-        return pages if owner in self._suspended else 0
+        return owner.num_pages if owner.awaited else 0
 
     def close(self, key: Key) -> int:
         """See `Session.close`."""
@@ -202,154 +205,104 @@ class Sessions(TreeObserver):
         if owner is None:
             return 0
         self._wake(owner)
-        before = self.num_dead
-        for node in list(owner.nodes):
-            self._change(node, self._death(), None)
-        owner.ended = True
-        return self.num_dead - before
+        self._closed += 1
+        with self._tree.reordering(owner.nodes):
+            owner.ended, owner.hint = True, self._closed
+        pages = owner.num_pages
+        self.num_dead += pages
+        return pages
 
     def expire(self) -> None:
         """Stop waiting for sessions whose time is over, and for those beyond the share."""
         if not self._suspended:
             return
-        now = self._clock()
-        while self._returns and (self._returns[0][0] <= now or not _awaits(self._returns[0])):
-            due, _, owner = heapq.heappop(self._returns)
-            if owner.due == due:
-                self._wake(owner)
-        if self.awaited.num_pages > self._most_awaited:
-            for owner in list(self._suspended):  # suspended longest ago first
-                self._wake(owner)
-                if self.awaited.num_pages <= self._most_awaited:
-                    break
+        for owner, _ in self._returns.pop_until(self._clock()):
+            self._wake(owner)
+        while self.awaited.num_pages > self._most_awaited:  # suspended longest ago first
+            self._wake(next(iter(self._suspended)))
 
     def _wake(self, owner: Owner) -> None:
-        """End the suspension of a session."""
-        if owner not in self._suspended:
+        """End the suspension of a session, if it is suspended."""
+        if not owner.awaited:
             return
-        del self._suspended[owner]
-        owner.due = None
+        with self._tree.reordering(owner.nodes):
+            owner.hint = None
         for node in owner.nodes:
-            self._change(node, 0, None)
-        if len(self._returns) > 2 * len(self._suspended) + 64:  # most entries are stale
-            self._returns = [item for item in self._returns if _awaits(item)]
-            heapq.heapify(self._returns)
-
-    def _death(self) -> int:
-        self._deaths += 1
-        return self._deaths
+            self.awaited.remove(node)
+        del self._suspended[owner]
+        if owner in self._returns:
+            self._returns.remove(owner)
 
     # --- observer of the tree --------------------------------------------------------------------
 
     def used(self, node: Node, owner: Owner | None) -> None:
-        """Record that ``owner`` uses the path of ``node``; dead runs on it revive.
-
-        Cost: up to the first run for which the use changes nothing.
-        """
-        while node.owner is not None:
-            if node.owner is not owner:
-                self._share(node)
-            elif node.died and not owner.ended:
-                self._change(node, 0, owner.due)
-            else:
-                return
+        """Record that ``owner`` uses the path of ``node``: runs of other owners are shared now."""
+        while node.owner is not None and node.owner is not owner:
+            with self._tree.reordering([node]):
+                self._disown(node)
             assert node.parent is not None
             node = node.parent
 
+    def _disown(self, node: Node) -> None:
+        """Take ``node`` from its owner."""
+        owner: Owner = node.owner
+        del owner.nodes[node]
+        if owner.ended:
+            self.num_dead -= node.weight
+        elif owner.awaited:
+            self.awaited.remove(node)
+        node.owner = None
+
     def born(self, node: Node, pages: int) -> None:
         owner: Owner | None = node.owner
-        if pages < node.size:
+        if owner is None:
+            return
+        if pages < node.size:  # it grew
+            self.awaited.resized(node, pages)
             self.resized(node, pages)
-        elif owner is not None:
-            owner.nodes[node] = None
-            dead = owner.ended or (node.parent is not None and bool(node.parent.died))
-            self._set(node, self._death() if dead else 0, None if dead else owner.due)
+            return
+        owner.nodes[node] = None
+        if owner.ended:
+            self.num_dead += node.weight
+        elif owner.awaited:
+            self.awaited.add(node)
 
     def split(self, upper: Node, lower: Node) -> None:
-        self.awaited.split(upper, lower)
-        if upper.owner is not None and not upper.died:
+        if upper.owner is not None:
             upper.owner.nodes[upper] = None
-            if upper.due is not None:
+            if upper.owner.awaited:
                 self.awaited.add(upper)
 
     def joined(self, upper: Node, lower: Node) -> None:
-        if upper.owner is not None and not upper.died:
+        if upper.owner is not None:
             del upper.owner.nodes[upper]
-        self.awaited.joined(upper)
 
     def resized(self, node: Node, pages: int) -> None:
-        if node.died:
+        if node.owner is not None and node.owner.ended:
             self.num_dead += pages
-        self.awaited.resized(node, pages)
 
     def trimmed(self, leaf: Node, keep: int) -> None:
         self.resized(leaf, keep - leaf.size)
 
     def gone(self, leaf: Node, parent: Node) -> None:
-        if leaf.died:
-            self.num_dead -= leaf.weight
-        elif leaf.owner is not None:
-            if leaf.due is not None:
-                self.awaited.remove(leaf)
-            del leaf.owner.nodes[leaf]
-        leaf.owner = None
-
-    def _share(self, node: Node) -> None:
-        """Record that ``node`` has a second user."""
-        owner: Owner = node.owner
-        self._change(node, 0, None)
-        del owner.nodes[node]
-        node.owner = None
-
-    def _change(self, node: Node, died: int, due: float | None) -> None:
-        """Change the hints of ``node``, and its place among the candidates."""
-        queued = self._tree.is_candidate(node)
-        if queued:
-            self._tree.dequeue(node)
-        self._set(node, died, due)
-        if queued:
-            self._tree.enqueue(node)
-
-    def _set(self, node: Node, died: int, due: float | None) -> None:
-        owner: Owner = node.owner
-        if node.died:
-            self.num_dead -= node.weight
-            owner.nodes[node] = None
-        if died:
-            self.num_dead += node.weight
-            del owner.nodes[node]
-        if due is not None and node.due is None:
-            self.awaited.add(node)
-        elif node.due is not None and due is None:
-            self.awaited.remove(node)
-        node.died, node.due = died, due
+        if leaf.owner is not None:
+            self._disown(leaf)
 
     def check(self, nodes: Sequence[Node]) -> None:
         """Recount everything from all nodes but the roots. Asserts."""
         owners = set(self.owners.values())
-        assert owners.issuperset(self._suspended)
-        assert {owner for owner in owners if owner.due is not None} == set(self._suspended)
-        assert set(self._suspended) <= {
-            owner for due, _, owner in self._returns if due == owner.due
-        }
-        assert not any(owner.ended for owner in owners)
         assert len(owners) <= self.most
+        assert {owner for owner in owners if owner.awaited} == self._suspended.keys()
+        assert len(self._returns) == len(self._suspended)
+        assert all(owner in self._returns for owner in self._suspended)
+        assert not any(owner.ended for owner in owners)
+        owned = [node for node in nodes if node.owner is not None]
+        for node in owned:
+            assert node in node.owner.nodes
+        assert sum(len(owner.nodes) for owner in {node.owner for node in owned}) == len(owned)
         for node in nodes:
-            parent = node.parent
-            assert parent is not None
-            assert parent.owner in {None, node.owner}, "another owner's run on an owner's path"
-            hinted = node.died or node.due is not None
-            assert node.owner is not None or not hinted, "a hint without an owner"
-            assert node.died or not parent.died, "a living run follows a dead one"
-            assert not (node.died and node.due is not None)
-            if node.owner is not None:
-                assert (node in node.owner.nodes) == (not node.died)
-                assert node.due == (None if node.died else node.owner.due)
-        dead = sum(node.weight for node in nodes if node.died)
+            assert node.parent is not None
+            assert node.parent.owner in {None, node.owner}, "another's run on an owner's path"
+        dead = sum(node.weight for node in owned if node.owner.ended)
         assert dead == self.num_dead, (dead, self.num_dead)
-        self.awaited.check(nodes, lambda node: node.due is not None)
-
-
-def _awaits(item: tuple[float, int, Owner]) -> bool:
-    """Whether a heap entry is the current one of its session."""
-    return item[0] == item[2].due
+        self.awaited.check(nodes, lambda node: node.owner is not None and node.owner.awaited)

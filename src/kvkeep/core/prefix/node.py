@@ -56,7 +56,7 @@ class Node(Entry):
     """
 
     __slots__ = (
-        "children", "died", "due", "end", "groups", "heads", "holders", "key", "owner", "pages",
+        "children", "end", "groups", "heads", "holders", "key", "owner", "pages",
         "parent", "pin_set", "returns", "run", "serial", "stable_id", "trail",
     )  # fmt: skip
 
@@ -87,11 +87,8 @@ class Node(Entry):
         """An id of its end, new once that was cut off; of a root, the namespace's key."""
         self.trail: Any = None  # `RunTrail`: has a copy of this run
         self.owner: Any = None  # its only user so far; None: several, or one without a name
-        # Hints of the owner, for `Tree.enqueue`:
-        self.died = 0  # the serial number of its death; 0 while it lives
-        self.due: float | None = None  # when the owner expects to reuse it
         # A slot for each observer:
-        self.pin_set: Any = None  # pins at its end: `kvkeep.core.cache.pins`
+        self.pin_set: Any = None  # soft pins at its end: `kvkeep.core.cache.pins`
         self.groups: Any = None  # rows and states beside its pages: `kvkeep.core.groups`
         self.returns: Any = None  # waits of evicted runs behind it: `kvkeep.core.eviction.returns`
 
@@ -108,7 +105,7 @@ class Node(Entry):
     @property
     def pins(self) -> int:
         """Soft pins that end here."""
-        return 0 if self.pin_set is None else len(self.pin_set.soft)
+        return 0 if self.pin_set is None else len(self.pin_set.pins)
 
     @property
     def group_pages(self) -> int:
@@ -247,18 +244,19 @@ class TreeObserver:
         """Rows and states beside the pages of ``node`` take ``pages`` more; fewer if negative."""
 
 
-class Coverage:
+class Coverage(TreeObserver):
     """The pages on the paths to a set of runs, each counted once.
 
-    `add` and `remove` walk up only to the first run that stays covered. Thread safety: none; under
-    the cache's lock. Memory: a dictionary entry for each covered run.
+    It observes the tree, but for leaves: who adds one removes it before it is `gone`. `add` and
+    `remove` walk up only to the first run that stays covered. Thread safety: none; under the
+    cache's lock. Memory: a dictionary entry for each covered run.
     """
 
-    __slots__ = ("_counts", "_weigh", "num_pages")
-
-    def __init__(self, weigh: Callable[[Node], int] = attrgetter("size")) -> None:
+    def __init__(self, *, beside: bool = False) -> None:
+        """``beside``: rows and states beside the pages of a run count, too."""
         self._counts: dict[Node, int] = {}  # times that a run was added, and its covered children
-        self._weigh = weigh
+        self._beside = beside
+        self._weigh = attrgetter("weight" if beside else "size")
         self.num_pages = 0
 
     def __contains__(self, node: object) -> bool:
@@ -296,17 +294,18 @@ class Coverage:
         return pages
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Cover ``upper``, the new front of ``lower``, if ``lower`` is covered."""
         if lower in self._counts:
             self._counts[upper] = 1
 
-    def joined(self, upper: Node) -> None:
-        """Forget ``upper``, which was not added itself: the run behind it takes its pages."""
+    def joined(self, upper: Node, lower: Node) -> None:
         self._counts.pop(upper, None)
 
+    def trimmed(self, leaf: Node, keep: int) -> None:
+        if leaf in self._counts:
+            self.num_pages += keep - leaf.size
+
     def resized(self, node: Node, pages: int) -> None:
-        """Count ``pages`` more of a run; fewer if negative."""
-        if node in self._counts:
+        if self._beside and node in self._counts:
             self.num_pages += pages
 
     def check(self, nodes: Iterable[Node], added: Callable[[Node], int]) -> None:

@@ -135,7 +135,7 @@ class EvictionPolicy(TreeObserver, ABC):
 
 
 class AgeQueue(Generic[Age]):
-    """Entries ordered by the age they were pushed with, oldest first.
+    """Entries, or other hashable things, by the age they were pushed with, oldest first.
 
     Most pushes have the largest age so far (the last used entry becomes evictable last) or the
     smallest (a parent whose last child was just evicted is about as old as that child). Both take
@@ -146,9 +146,9 @@ class AgeQueue(Generic[Age]):
     __slots__ = ("_between", "_heap", "_line", "_pushed")
 
     def __init__(self) -> None:
-        self._line: OrderedDict[Entry, Age] = OrderedDict()
-        self._heap: list[tuple[Age, int, Entry]] = []
-        self._between: dict[Entry, int] = {}  # entry → serial number of its heap item
+        self._line: OrderedDict[Any, Age] = OrderedDict()
+        self._heap: list[tuple[Age, int, Any]] = []
+        self._between: dict[Any, int] = {}  # entry → serial number of its heap item
         self._pushed = 0
 
     def __len__(self) -> int:
@@ -169,7 +169,7 @@ class AgeQueue(Generic[Age]):
             heapq.heappop(heap)
         return heap[0][0] if first is None else min(first, heap[0][0])
 
-    def push(self, entry: Entry, age: Age) -> None:
+    def push(self, entry: Any, age: Age) -> None:
         """Add an entry that is not in the queue."""
         line = self._line
         if not line or age >= line[next(reversed(line))]:
@@ -187,7 +187,7 @@ class AgeQueue(Generic[Age]):
         self._line[entry] = age
         self._line.move_to_end(entry, last=False)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Any) -> None:
         """Remove an entry that is in the queue."""
         if self._line.pop(entry, None) is None:
             del self._between[entry]
@@ -204,9 +204,10 @@ class AgeQueue(Generic[Age]):
         while self._between.get(heap[0][2]) != heap[0][1]:
             heapq.heappop(heap)
         if line and line[next(iter(line))] <= heap[0][0]:
-            return line.popitem(last=False)[0]
-        entry = heapq.heappop(heap)[2]
-        del self._between[entry]
+            entry: Entry | None = line.popitem(last=False)[0]
+        else:
+            entry = heapq.heappop(heap)[2]
+            del self._between[entry]
         return entry
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -35,7 +36,7 @@ from kvkeep.core.public import public_namespace
 from kvkeep.core.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.keys import Namespace
     from kvkeep.core.pages.pool import PageArray
@@ -100,9 +101,10 @@ class Tree:
     from eviction; the methods take and return the run. `hold` and `retain` make a hold, `insert`
     and `move` move it, `release` and `drop` end it. The **user** of a path is a session, or None.
 
-    Candidates for eviction are in four queues, which are emptied in this order: runs of users that
-    ended (`Node.died`), those that the policy orders, those whose user is expected back
-    (`Node.due`), and those under soft pins (`Node.pin_set`).
+    Candidates for eviction are in four queues, which are emptied in this order: runs whose owner
+    has ended, those that the policy orders, those whose owner is expected back, and those under
+    soft pins (`Node.pin_set`). An owner has a ``hint``, a number that orders its runs among those
+    of its kind, unless the policy does: then it is None; and it has ``ended``, or has not.
 
     Memory: 4 bytes a token, 4 a page, and about 600 bytes a run. Up to twice the bytes of tokens
     and pages again for paths with a trail (`kvkeep.core.prefix.trails`). Thread safety:
@@ -145,9 +147,9 @@ class Tree:
         self.moment = 0
         self.trails = Trails(self.unit)
         self._serial = 0  # of the newest node
-        self._dead = AgeQueue[float]()
+        self._dead = AgeQueue[tuple[float, float]]()
         self._awaited = AgeQueue[tuple[float, float]]()
-        self._pinned = AgeQueue[float]()
+        self._pinned = AgeQueue[tuple[float, float]]()
         self._hinted = False  # whether any run was dead or awaited so far
         # Methods of observers, by event:
         self._born: list[Callable[[Node, int], None]] = []
@@ -290,13 +292,9 @@ class Tree:
 
     def touch(self, node: Node) -> None:
         """Count a use of the path of ``node`` without a request."""
-        queued = self.is_candidate(node)
-        if queued:
-            self.dequeue(node)
-        self.moment += 1
-        node.last_used = self.moment
-        if queued:
-            self.enqueue(node)
+        with self.reordering([node]):
+            self.moment += 1
+            node.last_used = self.moment
 
     def _protect(self, node: Node) -> None:
         """Add a hold. Cost: up to the first ancestor that is held already."""
@@ -365,36 +363,49 @@ class Tree:
         """Whether ``node`` is in a queue: a leaf without holders."""
         return not node.children and not node.holders and node.parent is not None
 
+    def _queue(self, leaf: Node) -> AgeQueue[tuple[float, float]] | None:
+        """Return the queue of a candidate; None if that is the policy's."""
+        if leaf.pin_set is not None:
+            return self._pinned
+        owner = leaf.owner
+        if owner is None or owner.hint is None:
+            return None
+        self._hinted = True
+        return self._dead if owner.ended else self._awaited
+
     def enqueue(self, leaf: Node) -> None:
         """Make a leaf without holders a candidate."""
-        if leaf.pin_set is not None:
-            self._pinned.push(leaf, leaf.last_used)
-        elif leaf.died:
-            self._hinted = True
-            self._dead.push(leaf, leaf.died)
-        elif leaf.due is not None:
-            self._hinted = True
-            self._awaited.push(leaf, (-leaf.due, leaf.last_used))  # the latest return goes first
-        else:
+        queue = self._queue(leaf)
+        if queue is None:
             self.policy.add(leaf)
+        else:
+            hint = 0 if queue is self._pinned else leaf.owner.hint
+            queue.push(leaf, (hint, leaf.last_used))
 
     def dequeue(self, leaf: Node) -> None:
-        """Undo `enqueue`; call it before the leaf's pins or hints change."""
-        if leaf.pin_set is not None:
-            self._pinned.remove(leaf)
-        elif leaf.died:
-            self._dead.remove(leaf)
-        elif leaf.due is not None:
-            self._awaited.remove(leaf)
-        else:
+        """Undo `enqueue`."""
+        queue = self._queue(leaf)
+        if queue is None:
             self.policy.discard(leaf)
+        else:
+            queue.remove(leaf)
+
+    @contextmanager
+    def reordering(self, nodes: Iterable[Node]) -> Iterator[None]:
+        """Inside, what orders ``nodes`` among the candidates may change: pins, owners, uses."""
+        queued = [node for node in nodes if self.is_candidate(node)]
+        for node in queued:
+            self.dequeue(node)
+        yield
+        for node in queued:
+            self.enqueue(node)
 
     def _put_back(self, leaf: Node) -> None:
         """Make the victim, which lost only its tail, the next of its queue."""
-        if leaf.pin_set is not None or leaf.died or leaf.due is not None:
-            self.enqueue(leaf)  # it is the oldest, so it comes first again
-        else:
+        if self._queue(leaf) is None:
             self.policy.put_back(leaf)
+        else:
+            self.enqueue(leaf)  # it is the oldest, so it comes first again
 
     def _next(self) -> Node | None:
         """Remove and return the next victim without pins; None if there is none."""
@@ -403,9 +414,7 @@ class Tree:
 
     def _most(self, leaf: Node, most: int) -> int:
         """Return how many pages of a victim to remove before the next one is chosen."""
-        if leaf.pin_set is not None or leaf.died or leaf.due is not None:
-            return most
-        return self.policy.portion(leaf, most)
+        return most if self._queue(leaf) is not None else self.policy.portion(leaf, most)
 
     # --- storing -------------------------------------------------------------------------------
 
@@ -508,7 +517,6 @@ class Tree:
         upper = Node(node.parent, front, node.pages[:at].copy(), self.unit, self._serial)
         upper.namespace, upper.owner = node.namespace, node.owner
         upper.last_used, upper.priority = node.last_used, node.priority
-        upper.died, upper.due = node.died, node.due
         upper.holders = 1 if node.holders else 0
         node.cut_off(upper, self.unit)
         for notify in self._split:
@@ -531,7 +539,6 @@ class Tree:
             or upper.last_used > lower.last_used
             or upper.priority > lower.priority
             or upper.owner is not lower.owner
-            or (upper.died, upper.due) != (lower.died, lower.due)
             or upper.pin_set is not None
             or upper.wait is not None
             or upper.returns is not None
@@ -681,10 +688,11 @@ class Tree:
 
     def describe(self, node: Node) -> str:
         """Return how ``node`` is ranked among the candidates, in a few words."""
-        if node.died:
+        hinted = node.owner is not None and node.owner.hint is not None
+        if hinted and node.owner.ended:
             return "dead"
         ranked = self.policy.describe(node, self.moment)
-        return ranked if node.due is None else f"awaited, {ranked}"
+        return f"awaited, {ranked}" if hinted else ranked
 
     def namespaces(self) -> dict[Namespace, int]:
         """Return the pages stored per namespace. Cost: all nodes."""
@@ -713,13 +721,10 @@ class Tree:
         evictable = sum(node.size for node in nodes if not node.holders)
         assert evictable == self.num_evictable, (evictable, self.num_evictable)
         leaves = [node for node in nodes if self.is_candidate(node)]
-        pinned = [leaf for leaf in leaves if leaf.pin_set is not None]
-        dead = [leaf for leaf in leaves if leaf.pin_set is None and leaf.died]
-        awaited = [leaf for leaf in leaves if leaf.pin_set is None and leaf.due is not None]
-        queues = len(self._pinned), len(self._dead), len(self._awaited)
-        assert queues == (len(pinned), len(dead), len(awaited)), queues
-        others = len(leaves) - sum(queues)
-        assert len(self.policy) == others, (others, len(self.policy))
+        counts = Counter(id(self._queue(leaf)) for leaf in leaves)
+        assert len(self.policy) == counts[id(None)], (len(self.policy), counts[id(None)])
+        for queue in (self._dead, self._awaited, self._pinned):
+            assert len(queue) == counts[id(queue)], (len(queue), counts[id(queue)])
         self.policy.check()
         return pages
 
