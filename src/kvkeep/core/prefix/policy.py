@@ -210,6 +210,25 @@ class AgeQueue(Generic[Age]):
             del self._between[entry]
         return entry
 
+    def pop_until(self, age: Age) -> list[tuple[Any, Age]]:
+        """Remove and return the entries of this age and older ones, with their ages."""
+        line, old = self._line, []
+        for entry, pushed in line.items():
+            if pushed > age:
+                break
+            old.append((entry, pushed))
+        for entry, _ in old:
+            del line[entry]
+        while self._between:
+            pushed, serial, entry = self._heap[0]
+            if self._between.get(entry) == serial:
+                if pushed > age:
+                    break
+                del self._between[entry]
+                old.append((entry, pushed))
+            heapq.heappop(self._heap)
+        return old
+
 
 class QueuePolicy(EvictionPolicy):
     """Evicts the entry with the smallest `age`; among equals, the least recently used."""
