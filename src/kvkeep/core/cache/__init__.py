@@ -12,7 +12,7 @@ from kvkeep.core.cache.sessions import Session
 from kvkeep.core.cache.stats import CacheStats
 
 if TYPE_CHECKING:
-    from kvkeep.core.cache.views import CacheMap, MapNode, NodeView
+    from kvkeep.core.cache.inspector import CacheMap, MapNode, NodeView
 
 __all__ = [
  "CacheMap", "CacheStats", "CachedPrefix",
@@ -20,13 +20,9 @@ __all__ = [
     "Sequence", "Session",
 ]  # fmt: skip
 
-_INSPECTION = {
-    "CacheMap": "views", "MapNode": "views", "NodeView": "views",
-}  # fmt: skip
-
 
 def __getattr__(name: str) -> object:
     """Import the types for inspecting a cache at first use."""
-    if name in _INSPECTION:
-        return getattr(import_module(f"kvkeep.core.cache.{_INSPECTION[name]}"), name)
+    if name in {"CacheMap", "MapNode", "NodeView"}:
+        return getattr(import_module("kvkeep.core.cache.inspector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

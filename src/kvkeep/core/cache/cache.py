@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,8 +48,7 @@ from kvkeep.core.tokens import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvkeep.core.cache.inspector import Inspector
-    from kvkeep.core.cache.views import CacheMap, NodeView
+    from kvkeep.core.cache.inspector import CacheMap, Inspector, NodeView
     from kvkeep.core.events import Hook
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.groups import GroupLayout
@@ -575,7 +574,7 @@ class PagedCache(CacheParts):
                 hook_errors=self.lock.errors,
                 groups=None if self.board is None else self.board.stats(),
                 what_if=() if self.watch is None else self.watch.points(),
-                **self.counters.as_dict(),
+                **asdict(self.counters),
             )
 
     def what_if(

@@ -147,14 +147,10 @@ class Pins(TreeObserver):
             self._observing = True
             for observer in (self.covered, self.hard_covered, self):
                 self._tree.observe(observer)
-        pin_set: PinSet | None = None if hard else hold.pin_set
-        if pin_set is None:
-            pin_set = PinSet(hold)
+        pin_set = PinSet(hold) if hard else self._soft(hold)
+        if hard:
             self.covered.add(hold)
-            if hard:
-                self.hard_covered.add(hold)
-            else:
-                hold.pin_set = pin_set
+            self.hard_covered.add(hold)
         expires = None if ttl is None else self._clock() + ttl
         pin = Pin(self, pin_set, hard=hard, expires=expires)
         pin.beside = beside
@@ -164,6 +160,14 @@ class Pins(TreeObserver):
         if expires is not None:
             self._expiry.push(pin, expires)
         return pin
+
+    def _soft(self, node: Node) -> PinSet:
+        """Return the set of the soft pins at the end of ``node``, a new one if there is none."""
+        if node.pin_set is None:
+            node.pin_set = PinSet(node)
+            self.covered.add(node)
+        pin_set: PinSet = node.pin_set
+        return pin_set
 
     def end(self, pin: Pin) -> None:
         """End a pin that has not ended, and the hold of a hard one."""
@@ -205,21 +209,16 @@ class Pins(TreeObserver):
         pin_set: PinSet | None = leaf.pin_set
         if pin_set is None:
             return
-        above: PinSet | None = parent.pin_set
         if parent.parent is None:
             self.broken += len(pin_set.pins)
             for pin in pin_set.pins:
                 self._forget(pin)
-        elif above is None:
-            self.covered.add(parent)
-            pin_set.node, parent.pin_set = parent, pin_set
         else:
-            if len(above.pins) < len(pin_set.pins):
-                above, pin_set = pin_set, above
-            for pin in pin_set.pins:
-                pin.pin_set = above
-            above.pins |= pin_set.pins
-            above.node, parent.pin_set = parent, above
+            few, many = sorted((pin_set, self._soft(parent)), key=lambda each: len(each.pins))
+            for pin in few.pins:
+                pin.pin_set = many
+            many.pins |= few.pins
+            many.node, parent.pin_set = parent, many
         self.covered.remove(leaf)
         leaf.pin_set = None
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     Key = tuple[Namespace, str]
 
-__all__ = ["LONGEST_ETA_S", "Owner", "Session", "Sessions", "check_name"]
+__all__ = ["Owner", "Session", "Sessions", "check_name"]
 
-LONGEST_ETA_S: Final = 3600.0
+_LONGEST_ETA_S: Final = 3600.0
 """Longest time for which pages are kept for a suspended session; a longer ``eta`` is cut."""
 _LONGEST_ID: Final = 256
 _MOST_SESSIONS: Final = 65_536
@@ -124,11 +124,6 @@ class Owner:
         self.ended = False
 
     @property
-    def awaited(self) -> bool:
-        """Whether the session is suspended."""
-        return self.hint is not None and not self.ended
-
-    @property
     def num_pages(self) -> int:
         """Pages of its runs, of all groups."""
         return sum(node.weight for node in self.nodes)
@@ -184,12 +179,10 @@ class Sessions(TreeObserver):
 
     def suspend(self, key: Key, eta: float) -> int:
         """See `Session.suspend`."""
-        owner = self.owners.get(key)
-        if owner is None:
+        if key not in self.owners:
             return 0
-        self.owners.move_to_end(key)
-        self._wake(owner)
-        due = self._clock() + min(eta, LONGEST_ETA_S)
+        owner = self.enter(key)
+        due = self._clock() + min(eta, _LONGEST_ETA_S)
         with self._tree.reordering(owner.nodes):
             owner.hint = -due
         for node in owner.nodes:
@@ -197,7 +190,7 @@ class Sessions(TreeObserver):
         self._suspended[owner] = None
         self._returns.push(owner, due)
         self.expire()
-        return owner.num_pages if owner.awaited else 0
+        return owner.num_pages if owner in self._suspended else 0
 
     def close(self, key: Key) -> int:
         """See `Session.close`."""
@@ -223,7 +216,7 @@ class Sessions(TreeObserver):
 
     def _wake(self, owner: Owner) -> None:
         """End the suspension of a session, if it is suspended."""
-        if not owner.awaited:
+        if owner not in self._suspended:
             return
         with self._tree.reordering(owner.nodes):
             owner.hint = None
@@ -249,7 +242,7 @@ class Sessions(TreeObserver):
         del owner.nodes[node]
         if owner.ended:
             self.num_dead -= node.weight
-        elif owner.awaited:
+        elif owner in self._suspended:
             self.awaited.remove(node)
         node.owner = None
 
@@ -264,13 +257,13 @@ class Sessions(TreeObserver):
         owner.nodes[node] = None
         if owner.ended:
             self.num_dead += node.weight
-        elif owner.awaited:
+        elif owner in self._suspended:
             self.awaited.add(node)
 
     def split(self, upper: Node, lower: Node) -> None:
         if upper.owner is not None:
             upper.owner.nodes[upper] = None
-            if upper.owner.awaited:
+            if upper.owner in self._suspended:
                 self.awaited.add(upper)
 
     def joined(self, upper: Node, lower: Node) -> None:
@@ -292,17 +285,16 @@ class Sessions(TreeObserver):
         """Recount everything from all nodes but the roots. Asserts."""
         owners = set(self.owners.values())
         assert len(owners) <= self.most
-        assert {owner for owner in owners if owner.awaited} == self._suspended.keys()
+        assert {owner for owner in owners if owner.hint is not None} == self._suspended.keys()
         assert len(self._returns) == len(self._suspended)
         assert all(owner in self._returns for owner in self._suspended)
         assert not any(owner.ended for owner in owners)
         owned = [node for node in nodes if node.owner is not None]
-        for node in owned:
-            assert node in node.owner.nodes
+        assert all(node in node.owner.nodes for node in owned)
         assert sum(len(owner.nodes) for owner in {node.owner for node in owned}) == len(owned)
         for node in nodes:
-            assert node.parent is not None
-            assert node.parent.owner in {None, node.owner}, "another's run on an owner's path"
+            above: Owner | None = None if node.parent is None else node.parent.owner
+            assert above in {None, node.owner}, "another's run on an owner's path"
         dead = sum(node.weight for node in owned if node.owner.ended)
         assert dead == self.num_dead, (dead, self.num_dead)
-        self.awaited.check(nodes, lambda node: node.owner is not None and node.owner.awaited)
+        self.awaited.check(nodes, lambda node: node.owner in self._suspended)

@@ -29,10 +29,6 @@ class CacheCounters:
     evictions: int = 0
     out_of_pages: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        """Return all counts by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
