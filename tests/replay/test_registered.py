@@ -10,13 +10,13 @@ from replaying import workload
 from kvkeep import InvalidValue, PagedCache
 from kvkeep.bench.replay.advising import PlannedMemory
 from kvkeep.bench.replay.simulate import Stage
-from kvkeep.core.eviction import LRU, POLICIES
+from kvkeep.core.eviction import LRU, POLICIES, QueuePolicy
 
 if TYPE_CHECKING:
     from kvkeep.bench.replay.workload import Workload
 
 
-class MostRecent(LRU):
+class MostRecent(QueuePolicy):
     name = "mru"
 
     def age(self, entry):
