@@ -185,7 +185,10 @@ class Pins(TreeObserver):
             with self._tree.reordering([node]):
                 node.pin_set = None
         if self.board is not None:
-            self._beside -= Counter(pin.beside.tolist())
+            for page in pin.beside.tolist():
+                self._beside[page] -= 1
+                if not self._beside[page]:
+                    del self._beside[page]
             self.board.release(pin.beside)
             self.board.unpinned(node)
             pin.beside = EMPTY_PAGES
