@@ -142,6 +142,23 @@ def test_drafts_go_back_to_the_mark() -> None:
     engine.cache.check()
 
 
+def test_going_back_to_a_checkpoint_forgets_a_mark_before_it() -> None:
+    engine = SymbolicEngine(200, BOTH)
+    sequence = engine.cache.open(prompt(1, 40))
+    groups = sequence.groups
+    engine.step(sequence, 10)
+    engine.copy_state(groups.mark())
+    engine.step(sequence, 16)
+    engine.copy_state(groups.checkpoint(16))
+    engine.step(sequence, 30)
+    sequence.publish(30)
+    sequence.truncate(20)
+    assert groups.position == 16, "at the checkpoint, without the rows of the mark"
+    sequence.truncate(12)
+    engine.finish(sequence)
+    engine.cache.check()
+
+
 # --- pins --------------------------------------------------------------------------------------
 
 

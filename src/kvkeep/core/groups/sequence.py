@@ -378,8 +378,8 @@ class SequenceGroups:
         """Remember `position`, so that `Sequence.truncate` can go back to it.
 
         For drafts that may be rejected: windows keep what the position needs until the next `mark`
-        or `unmark`. Returns the copy of the state to make before the next pass; None without
-        states. Raises `OutOfPages`.
+        or `unmark`, or until `Sequence.truncate` goes back to a checkpoint behind it. Returns the
+        copy of the state to make before the next pass; None without states. Raises `OutOfPages`.
         """
         with self._board.lock:
             self._check_open("mark a position of")
@@ -548,6 +548,7 @@ class SequenceGroups:
         page, checkpoint = self._board.resume(path[:pages])
         if self._mark is None or self._marked is None or self._mark < page * self._size:
             self.hold(path[:page], checkpoint)
+            self.unmark()  # the rows that its windows need are gone
         else:
             self._board.retain(self._marked)
             self._drop_source()
