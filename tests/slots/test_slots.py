@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -72,6 +73,21 @@ def test_out_of_slots_when_all_are_running_and_nothing_changes() -> None:
     assert cache.acquire([1, 2, 3]).slot == 1
 
 
+def test_slots_that_leave_a_prompt_one_after_another_are_not_all_compared() -> None:
+    def seconds(prompt: np.ndarray) -> float:
+        start = time.perf_counter()
+        assert cache.match(prompt) == matched
+        return time.perf_counter() - start
+
+    count = 1024
+    cache = SlotCache(count, count)
+    prompt = np.arange(count)
+    for at in range(count):  # slot ``at`` shares so many tokens
+        fill(cache, np.where(prompt < at, prompt, prompt + count))
+    matched = count - 1
+    assert min(seconds(prompt) for _ in range(5)) < 0.005, "ten times as long if all are compared"
+
+
 # -- the whole ---------------------------------------------------------------------------------
 
 
@@ -93,6 +109,7 @@ def test_statistics_count_what_happened() -> None:
     cache = SlotCache(2, 8)
     assert cache.stats().hit_rate == 0
     fill(cache, [1, 2, 3])
+    assert repr(cache.stats().copies) == "0"
     fill(cache, [1, 2, 3, 4])  # taken over
     lease = cache.acquire([1, 2, 9])  # copied
     stats = seen(cache)

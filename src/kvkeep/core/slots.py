@@ -149,7 +149,8 @@ class _Slots:
     def longest(self, root: bytes, prompt: TokenArray) -> tuple[int, int]:
         """Return the slot that shares most with the prompt, and how much; (0, 0) if none does.
 
-        Only slots that have the prompt's next token behind the most so far can share more.
+        Only slots that have the prompt's next token behind the most so far can share more. Where
+        slots leave the prompt one after another, each comparison from the middle halves them.
         """
         best, most = 0, 0
         rivals = np.flatnonzero(self.hashes == hash(root))
@@ -158,8 +159,9 @@ class _Slots:
             rivals = rivals[self.rows[rivals, most] == prompt[most]]
             if not len(rivals):
                 break
-            slot = int(rivals[self.published[rivals].argmax()])
-            rivals = rivals[rivals != slot]
+            middle = len(rivals) // 2
+            slot = int(rivals[middle])
+            rivals = np.delete(rivals, middle)
             if (shared := self.shared(slot, root, prompt)) > most:
                 best, most = slot, shared
         return best, most
@@ -351,7 +353,7 @@ class SlotCache:
             acquires=1,
             prompt_tokens=len(prompt),
             hit_tokens=num_cached,
-            copies=num_cached > start,
+            copies=int(num_cached > start),
             copied_tokens=num_cached - start,
             evicted_tokens=lost,
         )
