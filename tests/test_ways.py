@@ -38,8 +38,8 @@ def test_a_cached_prompt(recorder):
         sequence.publish()
     with recorder.way() as closed:
         sequence.close()
-    assert opened.within(files=13, calls=50, objects=11), opened
-    assert published.within(files=8, calls=39, objects=3), published
+    assert opened.within(files=13, calls=46, objects=9), opened
+    assert published.within(files=8, calls=40, objects=3), published
     assert closed.within(files=7, calls=17, objects=0), closed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # A run cut short is a memoryview, which deepcopy takes only when told how.
 copyreg.pickle(memoryview, lambda view: (bytes, (bytes(view),)))
+# What a policy learned has a lock.
+copyreg.pickle(type(threading.RLock()), lambda _lock: (threading.RLock, ()))
 
 
 class Clock:

@@ -245,6 +245,23 @@ def test_what_is_no_fault_of_a_hook_is_not_swallowed(cache: PagedCache) -> None:
     assert cache.open([1]).num_tokens == 1, "the lock was given back"
 
 
+def test_the_events_behind_an_interrupt_are_told_later(cache: PagedCache) -> None:
+    run(cache, range(32))
+
+    def interrupted(event: Event) -> None:
+        if isinstance(event, Evicted):
+            raise KeyboardInterrupt
+
+    end = cache.subscribe(interrupted)
+    events: list[Event] = []
+    cache.subscribe(events.append)
+    with pytest.raises(KeyboardInterrupt):
+        cache.open(range(100, 108))
+    end()
+    cache.open([1])
+    assert [event.sequence for event in events if isinstance(event, Opened)] == [2, 3]
+
+
 def test_a_hook_may_use_the_cache(cache: PagedCache) -> None:
     """It finds the cache complete; what it sets off is told after what it was told."""
     told: list[str] = []

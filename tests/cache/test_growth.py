@@ -7,12 +7,14 @@ figures in seconds come from `benchmarks/growth.py`.
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from kvkeep import PagedCache, Sequence
+from kvkeep.core.eviction import POLICIES
 from kvkeep.core.groups import GroupLayout, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ SIZE = 4
 FEW, MANY = 20, 500
 SLACK = 1.2
 """A line more here or there: what is taken off a list, or found at its other end."""
+NOISE = 12 << 10
+"""Bytes that an eviction may take at any time; a copy of `MANY` entries takes more."""
 
 
 def steps(do: Callable[[], object]) -> int:
@@ -175,6 +179,23 @@ def test_evicting_does_not_depend_on_what_is_stored_or_how_it_begins(alike: bool
         evict = steps(lambda: cache.evict(20))
         cache.check()
         return evict
+
+    flat(cost)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_evicting_copies_nothing_of_runs_of_one_age(policy: str) -> None:
+    def cost(count: int) -> int:
+        cache = PagedCache(4 * count, SIZE, eviction=policy, clock=lambda: 0.0)
+        for i in range(count):
+            store(cache, 1000 + i)
+        cache.evict(1)
+        tracemalloc.start()
+        try:
+            cache.evict(2)
+            return max(NOISE, tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
 
     flat(cost)
 

@@ -159,6 +159,17 @@ def test_going_back_to_a_checkpoint_forgets_a_mark_before_it() -> None:
     engine.cache.check()
 
 
+def test_a_hook_finds_a_mark_complete_that_made_room() -> None:
+    cache = PagedCache(6, GroupLayout(4, state=StateSpec(pages=1)))
+    with cache.open(range(5)) as cached:
+        cached.groups.reach(5)
+        cached.publish()
+    sequence = cache.open([9] * 16)
+    cache.subscribe(lambda _: cache.check())
+    sequence.groups.mark()
+    assert (cache.stats().evictions, cache.stats().hook_errors) == (1, 0)
+
+
 # --- pins --------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -224,7 +225,7 @@ class CacheLock:
     def __init__(self) -> None:
         self.hooks: tuple[Hook, ...] = ()
         self.errors = 0
-        self._events: list[Event] = []
+        self._events = deque[Event]()
         self._lock = threading.RLock()
         self._hooking: int | None = None  # the thread that is running hooks
 
@@ -263,11 +264,11 @@ class CacheLock:
         self._hooking = threading.get_ident()
         try:
             # A hook may use the cache: this same loop delivers the events of that, in order.
+            # What Ctrl-C raises through it leaves the later events to the next operation.
             while self._events:
-                events, self._events = self._events, []
-                for event in events:
-                    for hook in self.hooks:
-                        self._call(hook, event)
+                event = self._events.popleft()
+                for hook in self.hooks:
+                    self._call(hook, event)
         finally:
             self._hooking = None
 

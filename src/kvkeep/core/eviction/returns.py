@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections import deque
+from collections import OrderedDict
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.prefix.node import Root
-from kvkeep.core.prefix.policy import EvictionPolicy
+from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
 from kvkeep.core.returns import Ended, Returns, Wait, bucket_of
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ _LOOKED: Final = 256  # queues that are looked at for each victim, besides those
 class _ClassQueue:
     """The candidates of one class, by when their waits began."""
 
-    __slots__ = ("_ages", "_late", "_line", "factor", "kind", "row", "since")
+    __slots__ = ("_ages", "_groups", "factor", "kind", "row", "since")
 
     def __init__(self, kind: int, factor: float, row: int) -> None:
         self.kind = kind
@@ -40,60 +39,46 @@ class _ClassQueue:
         self.row = row  # in the order of queues
         self.since = 0.0
         """When the wait began that is worth least, as `look` saw it."""
-        self._ages: dict[float, dict[Entry, None]] = {}
-        # When waits began, in order, and a heap of those that came late; some are gone.
-        self._line: deque[float] = deque()
-        self._late: list[float] = []
+        # By when their waits began: one age for all blocks of a prompt in a tier.
+        self._groups: dict[float, OrderedDict[Entry, None]] = {}
+        self._ages = AgeQueue[float]()
 
     def push(self, entry: Entry, since: float, *, first: bool) -> None:
         """Add a candidate; ``first``: in front of those that wait as long."""
-        ages, line = self._ages, self._line
-        group = ages.get(since)
-        if group is not None:
-            if first:
-                ages[since] = {entry: None, **group}
-            else:
-                group[entry] = None
-            return
-        ages[since] = {entry: None}
-        if not line or since > line[-1]:
-            line.append(since)
-        elif since < line[-1]:
-            heapq.heappush(self._late, since)
-        if len(line) + len(self._late) > 2 * len(ages) + 64:
-            self._line, self._late = deque(sorted(ages)), []
+        group = self._groups.get(since)
+        if group is None:
+            group = self._groups[since] = OrderedDict()
+            self._ages.push(since, since)
+        group[entry] = None
+        if first:
+            group.move_to_end(entry, last=False)
 
     def remove(self, entry: Entry, since: float) -> None:
         """Remove a candidate."""
-        group = self._ages[since]
+        group = self._groups[since]
         del group[entry]
         if not group:
-            del self._ages[since]
+            del self._groups[since]
+            self._ages.remove(since)
 
     def first(self) -> Entry:
         """Return the first candidate whose wait began at `since`."""
-        return next(iter(self._ages[self.since]))
+        return next(iter(self._groups[self.since]))
 
     def look(self, returns: Returns, now: float) -> float:
         """Return what the oldest candidate is worth, or the newest if that is worth less."""
-        ages, line, late = self._ages, self._line, self._late
-        while line and line[0] not in ages:
-            line.popleft()
-        while line and line[-1] not in ages:
-            line.pop()
-        while late and late[0] not in ages:
-            heapq.heappop(late)
-        if not ages:
+        oldest, newest = self._ages.oldest, self._ages.newest
+        if oldest is None:
             return inf
-        oldest = self.since = min(line[0], late[0]) if line and late else (line or late)[0]
+        self.since = oldest
         if self.kind < 0:
             return -1.0
         worths = returns.worths[self.kind]
         worth = worths[bucket_of(now - oldest)]
-        if line:
-            last = worths[bucket_of(now - line[-1])]
+        if newest is not None:
+            last = worths[bucket_of(now - newest)]
             if last < worth:
-                self.since, worth = line[-1], last
+                self.since, worth = newest, last
         return worth * self.factor
 
 

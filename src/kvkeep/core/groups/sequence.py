@@ -331,7 +331,7 @@ class SequenceGroups:
                 self._board.lacking[window.pages[:1]] = begin - first * self._size
                 pages = pages[count:]
             self._drop_source()
-            self.unmark()  # what its windows need is gone, and what checkpoints need
+            self._unmark()  # what its windows need is gone, and what checkpoints need
             self._drop_unpublished()
             self.position = position
 
@@ -387,7 +387,7 @@ class SequenceGroups:
             state = self.state
             if state is not None and (self._marked is None or self._board.is_shared(self._marked)):
                 pages = self._board.take(len(state))  # a fork copies from the old ones
-                self.unmark()
+                self._unmark()
                 self._marked = pages
             self._mark = self.position
             return None if state is None or self._marked is None else StateCopy(state, self._marked)
@@ -396,9 +396,12 @@ class SequenceGroups:
         """Forget the position of `mark`; does nothing without one."""
         with self._board.lock:
             self._check_open("unmark a position of")
-            if self._marked is not None:
-                self._board.release(self._marked)
-            self._mark = self._marked = None
+            self._unmark()
+
+    def _unmark(self) -> None:
+        if self._marked is not None:
+            self._board.release(self._marked)
+        self._mark = self._marked = None
 
     def _check_open(self, step: str) -> None:
         if self._closed:
@@ -536,7 +539,7 @@ class SequenceGroups:
         self._planned = {page: kind for page, kind in self._planned.items() if page <= pages}
         self._end = min(self._end, self._board.layout.floor(pages))
         if self._mark is not None and self._mark > length:
-            self.unmark()
+            self._unmark()
         if self.position <= length:
             return
         self._finish()

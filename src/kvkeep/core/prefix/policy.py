@@ -169,6 +169,11 @@ class AgeQueue(Generic[Age]):
             heapq.heappop(heap)
         return heap[0][0] if first is None else min(first, heap[0][0])
 
+    @property
+    def newest(self) -> Age | None:
+        """The largest age, but for those in the heap; None without others."""
+        return self._line[next(reversed(self._line))] if self._line else None
+
     def push(self, entry: Any, age: Age) -> None:
         """Add an entry that is not in the queue."""
         line = self._line
