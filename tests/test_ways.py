@@ -40,7 +40,7 @@ def test_a_cached_prompt(recorder):
         sequence.close()
     assert opened.within(files=13, calls=46, objects=9), opened
     assert published.within(files=8, calls=40, objects=3), published
-    assert closed.within(files=7, calls=17, objects=0), closed
+    assert closed.within(files=7, calls=18, objects=0), closed
 
 
 def test_four_blocks_through_a_store(recorder, tmp_path):

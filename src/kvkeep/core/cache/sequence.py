@@ -499,8 +499,9 @@ class Sequence:
                 cache.tree.release(self.hold)
             else:
                 stored -= cache.drop(self.hold, self._opened_pages)
-            cache.claims.remove(self.claims(), self)
-            self._waiting = self._taken = []
+            if self._waiting or self._taken:
+                cache.claims.remove(self.claims(), self)
+                self._waiting, self._taken = [], []
             if self.groups is not None:
                 self.groups.close()
             self._tokens.release_marks()
