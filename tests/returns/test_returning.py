@@ -299,6 +299,7 @@ class Checked(ReturnAware):
             assert least is None
             return None
         assert self.worth(entry) == least
+        del self.here[entry]
         self.pops += 1
         return entry
 
