@@ -299,7 +299,6 @@ class Checked(ReturnAware):
             assert least is None
             return None
         assert self.worth(entry) == least
-        del self.here[entry]
         self.pops += 1
         return entry
 

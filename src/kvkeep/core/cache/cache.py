@@ -498,6 +498,7 @@ class PagedCache(CacheParts):
                     f"not one full page of these {len(query.tokens)} tokens is cached in "
                     f"{query.namespace}; publish them first"
                 )
+            self.pins.allow(match, hard=hard)  # before a hold, which may cut a run
             hold, _ = self.tree.hold(match.without_partial(), query.space, used=False)
             try:
                 pin = self.pins.add(hold, ttl, hard=hard)

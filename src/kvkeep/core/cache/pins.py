@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.groups import GroupBoard
     from kvkeep.core.pages.pool import PageArray
-    from kvkeep.core.prefix import Tree
+    from kvkeep.core.prefix import PrefixMatch, Tree
     from kvkeep.core.prefix.node import Node
 
 __all__ = ["Pin", "PinSet", "Pins"]
@@ -122,27 +122,40 @@ class Pins(TreeObserver):
         self.expired = 0
         self.broken = 0
 
-    def add(self, hold: Node, ttl: float | None, *, hard: bool) -> Pin:
-        """Pin the path of ``hold``: a hard pin takes over the hold, a soft one does not.
-
-        `InvalidValue` beyond the number of pins or the budget for hard pins.
-        """
+    def allow(self, match: PrefixMatch, *, hard: bool) -> None:
+        """Raise `InvalidValue` beyond the number of pins, or the budget for hard ones."""
         if len(self.active) >= self.most:
             raise InvalidValue(
                 f"{self.most} pins are set, as many as this cache keeps; unpin some, or give "
                 "them a ttl after which they end by themselves"
             )
-        beside = EMPTY_PAGES if self.board is None else self.board.pinned(hold, hard=hard)
         if hard:
+            end = match.end
+            behind = 0 if end in self.hard_covered else end.size - match.end_pages
+            self._afford(self.hard_covered.more(end) - behind)
+
+    def _afford(self, pages: int) -> None:
+        """Raise `InvalidValue` if hard pins cannot hold so many ``pages`` more."""
+        needed = self.num_hard_pages + pages
+        if needed > self.hard_budget:
+            raise InvalidValue(
+                f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
+                "unpin something, pin softly, or give the cache a larger hard_pin_pages"
+            )
+
+    def add(self, hold: Node, ttl: float | None, *, hard: bool) -> Pin:
+        """Pin the path of ``hold``, as `allow` lets: a hard pin takes over the hold, no soft one.
+
+        `InvalidValue` if the rows and states beside it exceed the budget for hard pins.
+        """
+        beside = EMPTY_PAGES if self.board is None else self.board.pinned(hold, hard=hard)
+        if hard and self.board is not None:
             new = sum(page not in self._beside for page in {*beside.tolist()})
-            needed = self.num_hard_pages + self.hard_covered.more(hold) + new
-            if needed > self.hard_budget:
-                if self.board is not None:
-                    self.board.release(beside)
-                raise InvalidValue(
-                    f"hard pins would hold {needed} pages, their budget is {self.hard_budget}; "
-                    "unpin something, pin softly, or give the cache a larger hard_pin_pages"
-                )
+            try:
+                self._afford(self.hard_covered.more(hold) + new)
+            except InvalidValue:
+                self.board.release(beside)
+                raise
         if not self._observing:
             self._observing = True
             for observer in (self.covered, self.hard_covered, self):

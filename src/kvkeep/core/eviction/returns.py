@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -38,34 +39,31 @@ class _ClassQueue:
         self.row = row  # in the order of queues
         self.since = 0.0
         """When the wait began that is worth least, as `look` saw it."""
-        # By when their waits began, one age for all blocks of a prompt in a tier; then by use.
-        self._groups: dict[float, AgeQueue[float]] = {}
+        # By when their waits began: one age for all blocks of a prompt in a tier.
+        self._groups: dict[float, OrderedDict[Entry, None]] = {}
         self._ages = AgeQueue[float]()
 
     def push(self, entry: Entry, since: float, *, first: bool) -> None:
         """Add a candidate; ``first``: in front of those that wait as long."""
         group = self._groups.get(since)
         if group is None:
-            group = self._groups[since] = AgeQueue()
+            group = self._groups[since] = OrderedDict()
             self._ages.push(since, since)
-        (group.put_back if first else group.push)(entry, entry.last_used)
+        group[entry] = None
+        if first:
+            group.move_to_end(entry, last=False)
 
     def remove(self, entry: Entry, since: float) -> None:
         """Remove a candidate."""
-        self._groups[since].remove(entry)
-        self._trim(since)
-
-    def pop(self) -> Entry:
-        """Remove and return the least recently used candidate whose wait began at `since`."""
-        entry = self._groups[self.since].pop()
-        assert entry is not None
-        self._trim(self.since)
-        return entry
-
-    def _trim(self, since: float) -> None:
-        if not len(self._groups[since]):
+        group = self._groups[since]
+        del group[entry]
+        if not group:
             del self._groups[since]
             self._ages.remove(since)
+
+    def first(self) -> Entry:
+        """Return the first candidate whose wait began at `since`."""
+        return next(iter(self._groups[self.since]))
 
     def look(self, returns: Returns, now: float) -> float:
         """Return what the oldest candidate is worth, or the newest if that is worth less."""
@@ -201,10 +199,9 @@ class ReturnAware(EvictionPolicy):
         """Remove and return the candidate that is worth least."""
         if not self._length:
             return None
-        queue = self._first()
-        self._changed.add(queue)
-        self._length -= 1
-        return queue.pop()
+        entry = self._first().first()
+        self.discard(entry)
+        return entry
 
     def put_back(self, entry: Entry) -> None:
         self._push(entry, first=True)
