@@ -122,10 +122,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         blocks=st.lists(st.sampled_from(BLOCKS), max_size=6, unique=True),
-        new=st.sets(st.sampled_from(BLOCKS)),
+        stored=st.booleans(),
     )
-    def used(self, blocks: list[bytes], new: set[bytes]) -> None:
-        tell = self.catalogue.used(blocks, grain=0.0, new=new)
+    def used(self, blocks: list[bytes], stored: bool) -> None:
+        tell = self.catalogue.used(blocks, grain=0.0, stored=stored)
         assert tell == [block for block in reversed(blocks) if block in self.known]
         for block in tell:
             self.known[block].order = self.next()

@@ -143,7 +143,7 @@ def walk(machine: SharesMachine, chance: random.Random) -> None:
     steps: list[tuple[int, Callable[[], object]]] = [
         (40, lambda: [machine.add(block, chance.randrange(1, 10)) for block in some]),
         (20, lambda: machine.victims(chance.randrange(40), wants)),
-        (10, lambda: machine.used(mine[: chance.randrange(6)], set(some))),
+        (10, lambda: machine.used(mine[: chance.randrange(6)], chance.random() < 0.5)),
         (5, lambda: machine.hold_all(some)),
         (7, lambda: machine.free_all(BLOCKS)),
         (2, lambda: machine.pin(some, chance.uniform(0.01, 0.3), 40)),

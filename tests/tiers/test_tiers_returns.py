@@ -64,7 +64,7 @@ class Tier:
         new = [block for block in one.blocks if block not in self.catalogue]
         for block in new:
             self.catalogue.add(block, 1)
-        self.catalogue.used(one.blocks, new=new)
+        self.catalogue.used(one.blocks, stored=True)
         if ended is not None:
             self.returns.ended(one, one.tokens if prompt is None else prompt, ended, "a")
 

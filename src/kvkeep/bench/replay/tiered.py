@@ -23,7 +23,7 @@ from kvkeep.store.tiers.tiering import Planner
 from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvkeep.bench.replay.jobs import Calls
     from kvkeep.bench.replay.workload import Ids, Workload
@@ -150,7 +150,7 @@ class TierSimulator:
             count = self._fetch(blocks, levels)
         finally:
             self.memory.holds.free_all(held)
-        self._use(blocks[:count], ())
+        self._use(blocks[:count], stored=False)
         for block in self.planner.read(blocks[:count]):
             for level in self._below:
                 if block in self.memory:
@@ -192,7 +192,7 @@ class TierSimulator:
                     used += run
                     if not level:
                         self.memory.holds.hold_all(self._copy_down(run, admitted), held)
-                self._use(used, set(used))  # no reuse: they are the request's own
+                self._use(used, stored=True)
             finally:
                 self.memory.holds.free_all(held)
         self._demote_ahead()
@@ -237,10 +237,10 @@ class TierSimulator:
         if self.ahead and excess:
             self._evict(0, excess)
 
-    def _use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        self.returns.used(blocks, new)
+    def _use(self, blocks: Sequence[bytes], *, stored: bool) -> None:
+        self.returns.used(blocks, stored)
         for one in self._levels:
-            one.catalogue.used(blocks, new=new)
+            one.catalogue.used(blocks, stored=stored)
 
     # --- making room -----------------------------------------------------------------------------
 

@@ -141,9 +141,9 @@ class BlockTable:
         if block.pinned:
             self.pins.bytes -= block.size
 
-    def used(self, block: OrderedBlock, *, new: bool) -> None:
+    def used(self, block: OrderedBlock, *, stored: bool) -> None:
         """Count a use of ``block``; see `EvictionOrder.used`."""
-        self.order.used(block, new=new)
+        self.order.used(block, stored=stored)
 
     def takes(self, size: int) -> int:
         """Return ``size`` in whole units of the backend."""

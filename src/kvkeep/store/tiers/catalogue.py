@@ -204,9 +204,9 @@ class Catalogue:
         return self._filling.fill(found)
 
     def used(
-        self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
+        self, blocks: Sequence[bytes], grain: float = 30.0, *, stored: bool = False
     ) -> list[bytes]:
-        """Record a use of the ``blocks`` of a prompt; for those in ``new`` it is no hit.
+        """Record a use of the ``blocks`` of a prompt; if it ``stored`` them it is no hit.
 
         Returns the blocks, last to first, whose use should be reported to the backend (`touch`):
         those whose last reported use is at least ``grain`` seconds old.
@@ -220,7 +220,7 @@ class Catalogue:
                     continue
                 block.used = now
                 block.serial = self._table.next_serial()
-                self._table.used(block, new=name in new)
+                self._table.used(block, stored=stored)
                 if not 0.0 <= now - block.noted < grain:  # negative if the clock was set back
                     block.noted = now
                     late.append(name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvkeep.core.tokens import TOKEN_BYTES, common_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from kvkeep.core.returns import Ended, Returns, Wait
     from kvkeep.core.tokens import TokenArray
@@ -352,13 +352,13 @@ class BlockWaits:
         """Return the number of blocks with waits."""
         return len(self._at)
 
-    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
+    def used(self, blocks: Sequence[bytes], *, stored: bool = False) -> None:
         """Record that a request, which runs now, used ``blocks``.
 
-        Those in ``new`` it stored: if a conversation waits there already, it was that request's.
+        If it ``stored`` them, conversations that wait there already were that request's.
         """
         waits = self._at
-        used = [block for block in blocks if block not in new or not _awaited(waits.get(block))]
+        used = [block for block in blocks if not stored or not _awaited(waits.get(block))]
         if used:
             running = self.returns.unknown(self.clock())
             self._add(used, running)

@@ -143,13 +143,13 @@ class EvictionOrder:
                 self._wait(block, used=False)
             self.of(block.block).add(block)
 
-    def used(self, block: OrderedBlock, *, new: bool) -> None:
-        """Count a use of ``block``: a hit, unless the request stored it (``new``)."""
+    def used(self, block: OrderedBlock, *, stored: bool) -> None:
+        """Count a use of ``block``: a hit, unless the request ``stored`` it."""
         policy = self.of(block.block)
         if block.evictable:
             policy.discard(block)
         self._use(block)
-        block.hits += not new
+        block.hits += not stored
         if block.evictable:
             if self.awaits:
                 self._wait(block, used=True)

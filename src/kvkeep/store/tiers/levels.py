@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvkeep.store.tiers.loss_log import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.loss_log import LossLog
@@ -36,7 +36,7 @@ class Levels:
         tiers: Sequence[Tier],
         planner: Planner,
         losses: LossLog,
-        using: Callable[[Sequence[bytes], Container[bytes]], object] = lambda _blocks, _new: None,
+        using: Callable[[Sequence[bytes], bool], object] = lambda _blocks, _stored: None,
     ) -> None:
         self.memory = memory
         self.planner = planner
@@ -170,13 +170,16 @@ class Levels:
                 return Loss(place.name, "removed", ended, "ttl")
         return last or _NEVER
 
-    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
-        """Record in every level that a prompt used ``blocks``; it stored those in ``new``."""
+    def used(self, blocks: Sequence[bytes], *, stored: bool = False) -> None:
+        """Record in every level that a prompt used ``blocks``; ``stored``: it was put.
+
+        A put is no reuse of what it finds: it may be of the request that stored that.
+        """
         if blocks:
-            self._using(blocks, new)
-            self.memory.catalogue.used(blocks, new=new)
+            self._using(blocks, stored)
+            self.memory.catalogue.used(blocks, stored=stored)
             for tier in self.tiers:
-                tier.used(blocks, new)
+                tier.used(blocks, stored=stored)
 
 
 class LevelPins:

@@ -20,7 +20,7 @@ from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.demoting import Demoter
@@ -257,7 +257,7 @@ class ReadRequest:
         """
         with self.keeping_above(blocks, levels):
             count = self.fetch(blocks, levels)
-        self.use(blocks[:count], ())
+        self._levels.used(blocks[:count])
         return count
 
     @contextmanager
@@ -406,10 +406,6 @@ class ReadRequest:
         for tier in self._levels.tiers:
             if not tier.knows(block) and block in self._levels.memory:
                 self._reader.queue.write(tier, block, 0.0, self._holds.add(tier, block))
-
-    def use(self, blocks: Sequence[bytes], new: Container[bytes]) -> None:
-        """Record in every level that the prompt used ``blocks``; it stored those in ``new``."""
-        self._levels.used(blocks, new)
 
 
 def _never() -> bool:

@@ -15,7 +15,7 @@ from kvkeep.store.tiers.memory import MemoryLease
 from kvkeep.store.tiers.reserving import Reserving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from kvkeep.store.backends.memory import Draft
@@ -421,10 +421,10 @@ class SharedOrder:
         return count
 
     def used(
-        self, blocks: Sequence[bytes], grain: float = 30.0, *, new: Container[bytes] = ()
+        self, blocks: Sequence[bytes], grain: float = 30.0, *, stored: bool = False
     ) -> list[bytes]:
         """Record a use of the ``blocks`` of a prompt, for all processes; return no block."""
-        del grain, new
+        del grain, stored
         if blocks:
             last = clock.now() + len(blocks)
             entries = self.find_all(blocks)

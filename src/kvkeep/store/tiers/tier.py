@@ -35,7 +35,7 @@ from kvkeep.store.tiers.record_codec import (
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.backends import Backend, WriteBudget
@@ -391,12 +391,14 @@ class Tier:
 
     # --- upkeep ----------------------------------------------------------------------------------
 
-    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
-        """Record that a prompt used ``blocks``, from whichever level; it stored those in ``new``.
+    def used(self, blocks: Sequence[bytes], *, stored: bool = False) -> None:
+        """Record that a prompt used ``blocks``, from any level; ``stored``: it was put.
 
         A writer thread passes the use on to the backend. Expired blocks are removed now and then.
         """
-        late = self.catalogue.used(blocks, new=new) if self.indexed else list(reversed(blocks))
+        late = (
+            self.catalogue.used(blocks, stored=stored) if self.indexed else list(reversed(blocks))
+        )
         if late and not self.health.writers_hang():
             now = self.catalogue.now()
             uses = [(block, now) for block in late]
@@ -412,7 +414,7 @@ class Tier:
         The next `flush` passes it on to the backend as times of use.
         """
         if self.indexed:
-            self.catalogue.used(blocks, grain=float("inf"), new=set(blocks))
+            self.catalogue.used(blocks, grain=float("inf"), stored=True)
 
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
         """Record uses, oldest first, in the backend."""

@@ -10,7 +10,7 @@ from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import BlockWaits, Conversations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from kvkeep.core.returns import Ended, Wait
     from kvkeep.store.tiers.conversations import Chain
@@ -58,13 +58,13 @@ class TierReturns:
         """Record a prompt that is read or stored; see `Conversations.requested`."""
         self._changed(self.conversations.requested(chain))
 
-    def used(self, blocks: Sequence[bytes], new: Container[bytes] = ()) -> None:
+    def used(self, blocks: Sequence[bytes], stored: bool = False) -> None:
         """Record that a request used ``blocks``, before the catalogues are told.
 
-        Those in ``new`` it stored, maybe after its end.
+        If it ``stored`` them, that may be after its end.
         """
         if self.waits is not None:
-            self.waits.used(blocks, new)
+            self.waits.used(blocks, stored=stored)
 
     def ended(
         self,

@@ -131,7 +131,7 @@ class StoreRequest:
                         finally:  # every write that needs the run in memory is queued
                             leases, self._leases = self._leases, ()
                             self._levels.memory.release_all(leases)
-                self._levels.used(used, set(used))  # no reuse: they are the request's own
+                self._levels.used(used, stored=True)
             finally:
                 holds.free_all(held)
         self._demoter.demote_ahead()  # after all holds: any block may be moved to make room below
