@@ -103,7 +103,7 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
     assert "0 blocks found" in lines[0][2]
     assert "there are store, load, ttl, pin; did you mean 'store'?" in lines[1][2]
     assert "did not write all" not in log
-    assert "kill" not in log.lower()
+    assert "workers still running" not in log, "it was not given the time to write"
 
     with served(llama, arguments, tmp_path / "second", processes=True) as one:
         assert ask(one, past, load=False).cached == 0, "it was not to be loaded"
