@@ -358,6 +358,12 @@ class BlockStates:
         return self._busy.get(operation.block) is operation
 
     @property
+    def deleting(self) -> bool:
+        """Whether a block is being deleted."""
+        with self._changed:
+            return any(one.state is State.DELETING for one in self._busy.values())
+
+    @property
     def defers(self) -> bool:
         """Whether a write waits until its block was deleted."""
         with self._changed:
