@@ -54,6 +54,7 @@ _RESTING_KEPT = 1 << 16  # blocks that are UNDELETED or REFUSED
 _ANEW_KEPT = 1 << 16  # blocks written since their namespace was cleared
 _DELETED_KEPT = 1 << 14
 
+
 class State(Enum):
     """A state of a block in a tier; see the table of the module."""
 

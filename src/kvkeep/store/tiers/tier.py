@@ -396,9 +396,7 @@ class Tier:
             self.states.end(operation, saved=saved, maybe=why in _MAYBE)
         return saved
 
-    def save(
-        self, block: bytes, record: memoryview, prompt: TierWrites | None = None
-    ) -> str:
+    def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
         """Write ``record``, raw KV behind room for a header; return the reason of a failure, or "".
 
         Only the header of ``record`` is changed. A shared backend is queried first: an existing
@@ -461,9 +459,7 @@ class Tier:
             self.writes.end(moved)
         return why
 
-    def _encode(
-        self, block: bytes, record: memoryview, make_room: Callable[[int], bool]
-    ) -> str:
+    def _encode(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
         encoded = self.records.encode(block, record)
         size = len(encoded)
         if size > (self.backend.capacity or size):

@@ -525,9 +525,7 @@ class Remover:
     def _removal(
         self, tier: Tier, blocks: Sequence[bytes], space: tuple[bytes, int] | None = None
     ) -> _Removal:
-        removal = _Removal(
-            tier, blocks, space, closed=self._closed, running=self._running
-        )
+        removal = _Removal(tier, blocks, space, closed=self._closed, running=self._running)
         self._running[removal] = None
         return removal
 
