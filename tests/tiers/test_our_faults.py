@@ -23,7 +23,6 @@ from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.states import BlockStates
-from kvkeep.store.tiers.states import BlockStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -69,20 +69,26 @@ class Moves:
             with suppress(BackendFailed):  # the memory was closed; `write` has called `then`
                 self.write(tier, block, 0.0, then)
 
-        operation = tier.states.queue(block, then, again)
-        if operation is None:
-            return True
-        lease: MemoryLease | None = None
         try:
             lease = self.memory.lease(block)
-            if lease is not None and tier.records.refuses(lease.record):
-                self.losses.note([block], tier.name, "refused", "lossy")
-                lease.release()
-                tier.states.end(operation, saved=False)
-                return True
-        except BaseException:
-            tier.states.end(operation, saved=False)
+        except BackendFailed:
+            then(False)
             raise
+        operation: Operation | None = None
+        try:
+            if lease is not None and tier.knows(block) and tier.fits(block, len(lease.payload)):
+                tier.counters.count(already=1)
+                then(True)
+            elif lease is not None and tier.records.refuses(lease.record):
+                self.losses.note([block], tier.name, "refused", "lossy")
+                then(False)
+            else:
+                operation = tier.states.queue(block, then, again)
+        finally:
+            if operation is None and lease is not None:
+                lease.release()
+        if operation is None:
+            return True
         return self._submit(tier, operation, lease, wait, prompt)
 
     def _submit(

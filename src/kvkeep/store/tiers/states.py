@@ -39,7 +39,7 @@ import time
 from collections import OrderedDict
 from enum import Enum, auto
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvkeep.core.keys import SPACE_BYTES
 
@@ -312,12 +312,13 @@ class BlockStates:
         """
         catalogue = self._catalogue
         with self._changed:
-            taken = (
-                catalogue.victims(needed, space)
-                if of is None
-                else catalogue.holds.give_up(of, needed)
-            )
-            return self._delete(taken, idle=True)
+            if of is not None:
+                return self._delete(catalogue.holds.give_up(of, needed), idle=True)
+            while True:
+                taken = catalogue.victims(needed, space)
+                deletion = self._delete(taken, idle=True)
+                if deletion or not taken:  # what is deleted already may have been listed again
+                    return deletion
 
     def left(self, limit: int) -> Deletion:
         """Begin anew the deletion of ``limit`` UNDELETED blocks at most, oldest first."""
@@ -372,7 +373,7 @@ class BlockStates:
             return any(one.state is State.DELETING and one.waiting for one in busy)
 
     def wait_ended(self, operation: Operation, timeout: float | None) -> bool:
-        """Wait until ``operation`` has ended, ``timeout`` seconds at most; return whether it has."""
+        """Wait until ``operation`` has ended, ``timeout`` seconds at most; False if it runs on."""
         with self._changed:
             return self._changed.wait_for(lambda: operation.ended, timeout)
 
@@ -482,7 +483,7 @@ class Deletion:
                     return False
         return True
 
-    def __enter__(self) -> Deletion:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,7 +55,7 @@ ORDERED = 1 << 16
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
 _MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
-_TRIES = 8  # attempts to make room for one record, in competition with other processes
+_TRIES = 20  # attempts to make room for one record, in competition with other processes
 _DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 _PARTS = 64  # of a budget: one is kept free, and evicted at once …
@@ -196,6 +196,12 @@ class Tier:
         """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
         size = self.catalogue.size(block)
         return size is None or self.records.may_have(raw_bytes, size)
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether `serves` is true of all blocks in the catalogue."""
+        failing = self.breaker.any_blocks("read", "lookup")
+        return self.indexed and self.states.hides_none and not failing
 
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
@@ -937,7 +943,7 @@ class _Query:
 
     def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
         self._tier = tier
-        self._calls = tier._calls  # noqa: SLF001 - a part of `Tier.probe`
+        self._calls = tier._calls
         self._part = part
         self._blocks = blocks
         self._sizes: list[int | None] = []
@@ -963,7 +969,7 @@ class _Query:
         finally:
             self._done.set()
         if self._sizes and not self._tier.indexed:
-            self._tier._compare()  # noqa: SLF001
+            self._tier._compare()
 
     def result(self, end: float, *, whole: bool) -> list[tuple[bytes, int]]:
         """Wait for the answer until ``end`` (monotonic seconds); return what is there.
