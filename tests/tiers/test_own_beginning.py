@@ -93,8 +93,8 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
         assert catalogue.holds.hold(name(number))
     assert catalogue.pin([name(3)], 60, 8 * PAGE)
     blocks = [name(number) for number in range(4, -1, -1)]
-    assert catalogue.holds.give_up(blocks, 3 * PAGE) == [], "too few to be of use"
-    assert catalogue.holds.give_up(blocks, PAGE - 1) == [name(2)]
+    assert catalogue.give_up(blocks, 3 * PAGE) == [], "too few to be of use"
+    assert catalogue.give_up(blocks, PAGE - 1) == [name(2)]
     assert sorted(catalogue.blocks()) == [name(0), name(1), name(3)]
     catalogue.check()
 

@@ -26,7 +26,7 @@ from kvkeep.store.tiers import (
     TierOptions,
     TierSpec,
 )
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.conversations import BlockWaits
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.tier_returns import TierReturns
@@ -55,7 +55,7 @@ class Tier:
 
     def __init__(self, **more: int | None) -> None:
         self.now = 1000.0
-        self.catalogue = Catalogue(POLICIES["returns"], clock=lambda: self.now, **more)
+        self.catalogue = Index(POLICIES["returns"], clock=lambda: self.now, **more)
         self.returns = TierReturns([self.catalogue], lambda: self.now)
 
     def request(self, one: Chain, ended: Ended | None, prompt: int | None = None) -> None:

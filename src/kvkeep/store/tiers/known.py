@@ -13,7 +13,7 @@ from kvkeep.core.keys import SPACE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvkeep.store.tiers.catalogue import Catalogue
+    from kvkeep.store.tiers.index import Index
 
 __all__ = ["KnownBlocks"]
 
@@ -56,7 +56,7 @@ class KnownBlocks:
         indexed: whether the backend has a budget; its blocks are then listed once and tracked.
     """
 
-    def __init__(self, catalogue: Catalogue, *, indexed: bool) -> None:
+    def __init__(self, catalogue: Index, *, indexed: bool) -> None:
         self.catalogue = catalogue
         self.indexed = indexed
         self._hidden: OrderedDict[bytes, Hidden] = OrderedDict()
@@ -171,16 +171,16 @@ class KnownBlocks:
     # --- deletions -------------------------------------------------------------------------------
 
     def take_victims(self, needed: int, space: bytes | None = None) -> list[bytes]:
-        """`Catalogue.victims`, for a `deletion` that follows at once."""
+        """`Index.victims`, for a `deletion` that follows at once."""
         with self._deleted_one:
             victims = self.catalogue.victims(needed, space)
             self._begin(victims)
             return victims
 
     def give_up(self, blocks: Iterable[bytes], needed: int) -> list[bytes]:
-        """`Holds.give_up`, for a `deletion` that follows at once."""
+        """`Index.give_up`, for a `deletion` that follows at once."""
         with self._deleted_one:
-            gone = self.catalogue.holds.give_up(blocks, needed)
+            gone = self.catalogue.give_up(blocks, needed)
             self._begin(gone)
             return gone
 

@@ -48,13 +48,13 @@ class PromptHolds:
             held = self._held[tier.name]
             if block not in held:
                 held[block] = None
-                tier.catalogue.holds.ahead(block)
+                tier.catalogue.hold_ahead(block)
 
         def ended(saved: bool) -> None:
             if not saved:
                 with self._lock:
                     if self._held[tier.name].pop(block, block) is None:
-                        tier.catalogue.holds.free(block)
+                        tier.catalogue.free([block])
             self._end(tier.name)
 
         return ended
@@ -77,7 +77,7 @@ class PromptHolds:
         fits = tier.catalogue.fits(self._blocks[0][:SPACE_BYTES])
         held: list[bytes] = []
         try:
-            tier.catalogue.holds.hold_all(self._blocks[:fits], held)
+            tier.catalogue.hold(self._blocks[:fits], held)
         finally:
             with self._lock:
                 self._held[tier.name].update(dict.fromkeys(held))
@@ -94,7 +94,7 @@ class PromptHolds:
                 tier.reorder(self._blocks)
         finally:
             tier.order.prompts.pop(self, None)
-            tier.catalogue.holds.free_all(held)
+            tier.catalogue.free(held)
 
     # --- the order of writes: called by `WriteOrder` ---------------------------------------------
 

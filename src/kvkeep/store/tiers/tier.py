@@ -19,7 +19,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.known import REFUSED, KnownBlocks
 from kvkeep.store.tiers.listing import Listing, PutFailed, TierSpace
@@ -111,7 +111,7 @@ class Tier:
         losses: records which blocks it lost, and why.
         notes: descriptions of the store's namespaces, by space.
         evicting: called with each block that has to make room, before it is deleted.
-        shares: weights of tenants; see `Catalogue`.
+        shares: weights of tenants; see `Index`.
         cost: learns what its reads and writes take, as ``reads`` and ``writes``.
     """
 
@@ -132,7 +132,7 @@ class Tier:
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
-        self.catalogue = Catalogue(
+        self.catalogue = Index(
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
         )  # fmt: skip
@@ -211,7 +211,7 @@ class Tier:
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
-            return not self.is_hidden(block) and not self.catalogue.has_expired(block)
+            return not self.is_hidden(block) and not self.catalogue.expired_at(block) is not None
         return self.knows(block)
 
     def serves(self, block: bytes) -> bool:
@@ -245,7 +245,11 @@ class Tier:
         )  # fmt: skip
         found: set[bytes] = set()
         for block, size in sizes.items():
-            if size is None or self.is_hidden(block) or self.catalogue.has_expired(block):
+            if (
+                size is None
+                or self.is_hidden(block)
+                or self.catalogue.expired_at(block) is not None
+            ):
                 continue
             found.add(block)
             self._known.learn(block, size, mark)

@@ -108,12 +108,12 @@ class WriteQueue:
             self.end(tier, block, pending, saved=False)
             self._losses.note([block], tier.name, "refused", "lossy")
             return True
-        memory.catalogue.holds.hold(block)
+        memory.catalogue.hold([block], [])
 
         def done(saved: bool) -> None:
             if lease is not None:
                 lease.release()
-            memory.catalogue.holds.free(block)
+            memory.catalogue.free([block])
             self.end(tier, block, pending, saved=saved)
 
         def save() -> None:
