@@ -89,8 +89,7 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
     for number in range(4):
         assert tier.save(name(number), record)
     catalogue = tier.catalogue
-    for number in (0, 1, 1, 2, 3):
-        assert catalogue.holds.hold(name(number))
+    catalogue.hold([name(number) for number in (0, 1, 1, 2, 3)], [])
     assert catalogue.pin([name(3)], 60, 8 * PAGE)
     blocks = [name(number) for number in range(4, -1, -1)]
     assert catalogue.give_up(blocks, 3 * PAGE) == [], "too few to be of use"

@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from index_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from index_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 
 from kvkeep import InvalidValue
 from kvkeep.core.keys import SPACE_BYTES

@@ -119,7 +119,8 @@ class ColdBlocks:
         while len(rest):
             at = table[cells]
             rest, cells, at = rest[at != 0], cells[at != 0], at[at != 0]
-            same = (rows["block"][at - 1] == new["block"][rest]).all(axis=1) & (at > 0)
+            same = (rows["block"][np.maximum(at, 1) - 1] == new["block"][rest]).all(axis=1)
+            same &= at > 0  # else it is a hole
             here[rest[same]] = at[same]
             rest, cells = rest[~same], (cells[~same] + 1) & (len(table) - 1)
         known = here[here > 0] - 1
@@ -186,12 +187,13 @@ class ColdBlocks:
     def _next(self, at: int, spaces: Collection[bytes], *, others: bool) -> int:
         """Return the first row from ``at`` on that is of ``spaces``, or of others."""
         columns, most = np.frombuffer(self._rows, _COLUMNS), 64
-        prefixes = np.array([int.from_bytes(one[:8], "little") for one in spaces], np.uint64)
+        wanted = np.array(list(spaces), f"S{SPACE_BYTES}")  # of one length, so zeros count
         while at < self._count:
             some = columns[at : at + most]
             right = some["round"] != _HOLE
-            if len(prefixes) or not others:
-                right &= np.isin(some["block"][:, 0], prefixes, invert=others)
+            if len(wanted) or not others:
+                of = np.ascontiguousarray(some["block"][:, : SPACE_BYTES // 8]).view(wanted.dtype)
+                right &= np.isin(of[:, 0], wanted, invert=others)
             if right.any():
                 return at + int(right.argmax())
             at, most = at + len(some), min(4 * most, _LOOK)
@@ -253,7 +255,7 @@ class ColdBlocks:
         return ColdBlock(block, size, used, round_) if round_ else None
 
     def _rewrite(self, order: npt.NDArray[np.intp] | None = None, room: int = 0) -> None:
-        """Write the log anew without holes, in ``order``, and a table for ``room`` rows at least."""
+        """Write the log anew without holes, in ``order``, and a table for ``room`` rows."""
         columns = np.frombuffer(self._rows, _COLUMNS)
         if order is None:
             order = np.flatnonzero(columns["round"] != _HOLE)

@@ -264,8 +264,9 @@ class Index:
             self._unpin_ended()
             owners: Iterator[Hashable] = repeat(None)
             if self._shares is not None:
-                of_space = space is not None and space in self._quotas
-                owners = repeat(self._shares.owner(space)) if of_space else self._shares.givers()
+                owners = self._shares.givers()
+                if space is not None and space in self._quotas:
+                    owners = repeat(self._shares.owner(space))
             while needed > 0:
                 victim = next(owners, _NOBODY)
                 entry = None if victim is _NOBODY else self._pop(victim)
@@ -668,6 +669,7 @@ class Index:
         assert shares is not None
         before = shares.owner(space)
         if before == owner:
+            shares.own(space, owner)  # it may not be in the table yet
             return
         mine = [entry for entry in self._blocks.values() if entry.block.startswith(space)]
         for entry in mine:
@@ -706,7 +708,8 @@ class Index:
             entries, rows = self._blocks.values(), list(self._cold)
             assert not self._blocks.keys() & {row.block for row in rows}
             spaces: dict[bytes, tuple[int, int]] = {}
-            for one in (*entries, *rows):
+            every: list[IndexedBlock | ColdBlock] = [*entries, *rows]
+            for one in every:
                 space = one.block[:SPACE_BYTES]
                 size, taken = spaces.get(space, (0, 0))
                 spaces[space] = size + one.size, taken + self._takes(one.size)
@@ -717,8 +720,8 @@ class Index:
             candidates = [one for one in entries if not one.held and not one.pinned]
             assert len(self._policy) == len(candidates)
             if self._shares is not None:
-                taken = {space: taken for space, (_, taken) in spaces.items()}
-                self._shares.recount(candidates, taken)
+                in_units = {space: taken for space, (_, taken) in spaces.items()}
+                self._shares.recount(candidates, in_units)
 
 
 _NOBODY: Final = object()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import LRU
 from kvkeep.store.backends.arena import Arena
-from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.reserving import Reserving

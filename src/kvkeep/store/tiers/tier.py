@@ -19,8 +19,8 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
-from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.known import REFUSED, KnownBlocks
 from kvkeep.store.tiers.listing import Listing, PutFailed, TierSpace
 from kvkeep.store.tiers.loss_log import Loss, LossLog

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvkeep.core.returns import Returns
-from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.conversations import BlockWaits, Conversations
+from kvkeep.store.tiers.index import Index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
