@@ -20,7 +20,7 @@ from tier_bench import (
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.states import BlockStates
 
@@ -44,8 +44,8 @@ def planted(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 WRITING: list[tuple[type, str]] = [
-    (Catalogue, "add"),
-    (Catalogue, "over_quota"),
+    (Index, "add"),
+    (Index, "over_quota"),
     (RecordCodec, "encode"),
     (BlockStates, "hides"),
 ]

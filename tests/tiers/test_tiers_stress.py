@@ -331,7 +331,7 @@ def at_rest(store: TieredStore) -> None:
     assert not store._reader._reads, "a flight is on its way for ever"
     assert not any(len(tier.states) for tier in store.tiers), "a mark stays for ever"
     for tier in [store.memory, *store.tiers]:
-        held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
+        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         for work in (tier.reading, tier.writing):

@@ -20,8 +20,8 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
 from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import Loss, LossLog
 from kvkeep.store.tiers.notes import SpaceNotes
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
@@ -120,7 +120,7 @@ class Tier:
         losses: records which blocks it lost, and why.
         notes: descriptions of the store's namespaces, by space.
         evicting: called with blocks that have to make room, before the backend deletes them.
-        shares: weights of tenants; see `Catalogue`.
+        shares: weights of tenants; see `Index`.
         cost: learns what its reads and writes take, as ``reads`` and ``writes``.
 
     Attributes:
@@ -144,7 +144,7 @@ class Tier:
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
-        self.catalogue = Catalogue(
+        self.catalogue = Index(
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
         )  # fmt: skip
@@ -206,7 +206,7 @@ class Tier:
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
-            return not self.states.hides(block) and not self.catalogue.has_expired(block)
+            return not self.states.hides(block) and self.catalogue.expired_at(block) is None
         return self.knows(block)
 
     def serves(self, block: bytes) -> bool:
@@ -235,7 +235,7 @@ class Tier:
         there: set[bytes] = set()
         for query in queries:
             for block, size in query.result(end, whole=patience == timeout):
-                if not self.states.hides(block) and not self.catalogue.has_expired(block):
+                if not self.states.hides(block) and self.catalogue.expired_at(block) is None:
                     there.add(block)
                     if self.indexed:
                         self.states.learn(block, size, mark)

@@ -356,7 +356,7 @@ class TieredStore(TieredReads):
             order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
-        """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
+        """Count a namespace for the share of ``tenant`` in each level; see `Index`."""
         self.check_open()
         for order in self._orders:
             order.announce(space, tenant)

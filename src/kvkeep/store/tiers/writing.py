@@ -106,7 +106,7 @@ class StoreRequest:
         Later blocks of a prompt must not evict its beginning, because a prompt is found by its
         leading blocks only.
         """
-        holds = self._levels.memory.catalogue.holds
+        index = self._levels.memory.catalogue
         held: list[bytes] = []
         used: list[bytes] = []
         with PromptWrites(self._moves, blocks) as self._prompt:
@@ -122,13 +122,13 @@ class StoreRequest:
                     used += run
                     if placed is not _Placement.BELOW:
                         try:
-                            holds.hold_all(self._copy_down(run, admitted), held)
+                            index.hold(self._copy_down(run, admitted), held)
                         finally:  # every write that needs the run in memory is queued
                             leases, self._leases = self._leases, ()
                             self._levels.memory.release_all(leases)
                 self._levels.used(used, stored=True)
             finally:
-                holds.free_all(held)
+                index.free(held)
         self._moves.demote_ahead()  # after all holds: any block may be moved to make room below
 
     def _place(self, blocks: Sequence[bytes], at: int) -> tuple[_Placement, int]:
