@@ -162,12 +162,12 @@ def test_a_tier_that_is_left_alone(tmp_path: Path, after) -> None:
         if after == "restart":
             store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
         for _ in range(3):
-            tier.breaker.of("read").failed("a test")
+            tier.calls.breaker("read").failed("a test")
         if after == "put":
             assert told(store, prompt(12)) == [(8, 12, "faulty", "unavailable", "breaker")]
         else:
             assert told(store, prompt(8)) == [(0, 8, "faulty", "unavailable", "breaker")]
-        tier.breaker.of("read").succeeded()
+        tier.calls.breaker("read").succeeded()
         assert get(store, prompt(8)) == 8
 
 

@@ -348,7 +348,7 @@ def sound(tier: Tier) -> None:
     """Whatever lies in the place is what was put there: faults of a reader leave no trace."""
     assert isinstance(tier.backend, FaultyBackend)
     for item in list(tier.backend.inner.list()):
-        until(lambda: not tier.breaker.any_blocks("read"))
+        until(lambda: not tier.calls.any_blocks("read"))
         record = tier.fetch(item.block)
         assert record is not None, "a record in the place that is none"
         raw = bytes(record[-size_of(item.block) :])
