@@ -9,9 +9,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
 from kvkeep.store.tiers.prompt_holds import PromptHolds
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
