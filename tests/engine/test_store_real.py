@@ -120,16 +120,23 @@ def test_lossy_kv_reaches_no_exact_tier(make_house, prompt, tmp_path):
         assert second.cached_tokens == 38
         third = np.concatenate((shared[:61], prompt(30, 3)))
         assert engine.generate([third], few)[0].cached_tokens == 61
+        begun = np.concatenate((text[:2], prompt(40, 6)))  # a part of a page alone
+        assert engine.generate([begun], few)[0].cached_tokens == 2
         assert store.flush()
         assert not written()
         assert store.lookup(third).tokens >= len(third)  # the lossy tier has them
-        other = prompt(70, 4)
+        engine.generate([prompt(70, 4)], few)
+        assert store.flush()
+        assert written() >= 70 // BLOCK
+        engine.cache.evict(96)
+        other = prompt(330, 5)  # over pages that were lossy
         engine.generate([other], few)
-        engine.cache.evict(90)
-        engine.generate([prompt(80, 5)], few)  # over pages that were lossy
+        assert store.flush()
+        before = written()
+        engine.generate([np.concatenate((other[:320], prompt(2 * BLOCK, 6)))], few)
         assert engine.close()
         assert store.flush()
-        assert written() >= 70 // BLOCK + 80 // BLOCK
+        assert written() >= before + 2
 
 
 def test_memory_that_holds_less_than_a_prompt(make_house, prompt, tmp_path):

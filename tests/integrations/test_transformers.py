@@ -81,8 +81,8 @@ def test_lossy_kv_reaches_no_exact_tier(model, tmp_path, snapshots):
 
     def opened(*tiers):
         store = KVStore(
-            KVGeometry.from_config(model.config), model=model, tiers=["memory://16MiB", *tiers],
-            layout="HND", block_tokens=BLOCK, snapshots=snapshots,
+            KVGeometry.from_config(model.config, dtype="float32"), model=model,
+            tiers=["memory://16MiB", *tiers], layout="HND", block_tokens=BLOCK, snapshots=snapshots,
         )  # fmt: skip
         return store, KeptModel(model, store=store, loading="all")
 

@@ -58,6 +58,43 @@ def test_never() -> None:
         assert told(store, prompt(0)) == []
 
 
+def misses(store: KVStore, tokens: Any, **more: Any) -> tuple[Any, ...]:
+    """What `lookup` and `get` say of the first block that misses: the same."""
+    said = []
+    for miss in (store.lookup(tokens).miss, store.get(tokens, **more).miss):
+        assert miss is not None
+        assert (miss.at is None) == (miss.what == "never")
+        said.append((miss.start, miss.stop, miss.tier, miss.what, miss.detail))
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_a_miss_says_why() -> None:
+    with small(3) as store:
+        assert misses(store, prompt(10)) == (0, 4, "", "never", "")
+        put(store, prompt(12))
+        assert store.lookup(prompt(12)).miss is store.get(prompt(12)).miss is None
+        assert misses(store, prompt(14)) == (12, 14, "", "never", "")
+        assert store.get(prompt(14), 13).miss.start == 13
+        put(store, prompt(4, 1))
+        assert misses(store, prompt(12)) == (8, 12, "memory", "evicted", "lru")
+        store.remove(prompt(12))
+        assert misses(store, prompt(12)) == (0, 4, "memory", "removed", "removed")
+        assert store.get(prompt(4, 1), sink=lambda *_: False).miss is None
+
+
+def test_a_miss_of_a_tier_that_fails() -> None:
+    place = FaultyBackend(MemoryBackend(1 << 20))
+    with open_store("memory://4MiB", place) as store:
+        put(store, prompt(8), wait=True)
+        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        place.fail("get", times=2)
+        miss = store.get(prompt(8)).miss
+        assert miss is not None
+        assert (miss.start, miss.stop, miss.tier, miss.what) == (0, 4, "faulty", "unavailable")
+        quiet(store)
+
+
 def test_what_is_there_is_passed_over() -> None:
     with open_store() as store:
         put(store, prompt(8))

@@ -86,7 +86,7 @@ class Lookup:
     tokens: int
     tiers: tuple[tuple[str, int], ...]
     stored_tokens: int = field(default=-1, repr=False)
-    miss: Miss | None = None
+    miss: Miss | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.stored_tokens < 0:
