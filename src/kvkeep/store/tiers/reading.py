@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.moves import Moves
 
