@@ -310,16 +310,17 @@ class Tier:
             self.counters.count(misses=1)
             return None, False
         size = len(record)
+        decoded: memoryview | None = None
         with self._verifying(block):
             header, codec = self.records.verify(block, record)
             if header.raw_bytes != raw_bytes:
                 raise NotForUs(another_length(header.raw_bytes, raw_bytes))
-            record = self.records.decode(codec, header, record, room)
+            decoded = self.records.decode(codec, header, record, room)
+        if decoded is not None:
             if self.indexed:
                 self.states.learn(block, size, mark)
             self.counters.count(hits=1, read_bytes=size)
-            return record, False
-        return None, False
+        return decoded, False
 
     def fetch(self, block: bytes) -> memoryview | None:
         """Return the decoded record of ``block`` in new memory, to write it to another tier.
@@ -566,9 +567,10 @@ class Tier:
             return False
         catalogue, states, unit = self.catalogue, self.states, self.backend.unit
         freed = self._delete_left(needed)
-        if not catalogue.may_free(needed - freed):
-            if not self._relist_if_old() or not catalogue.may_free(needed - freed):
-                return freed > 0
+        if not catalogue.may_free(needed - freed) and not (
+            self._relist_if_old() and catalogue.may_free(needed - freed)
+        ):
+            return freed > 0
         while freed < needed and not self.breaker.any_blocks("delete"):
             victims = states.victims(needed - freed)
             if not victims and self._relist_if_old():  # others' blocks may be evicted, too
