@@ -96,7 +96,10 @@ class StoreRequest:
             kept, already = len(self.written.kept), len(self.written.already)
             memory.counters.count(writes=kept, already=already)
         dropped = blocks[kept + already :]
-        losses.note(dropped, memory.name, "dropped", "no room")
+        if dropped:
+            size = self._raw_bytes[kept + already] + HEADER_BYTES
+            over = memory.catalogue.over_quota(dropped[0][:SPACE_BYTES], size)
+            losses.note(dropped, memory.name, "dropped", "quota" if over else "no room")
         memory.counters.count(drops=len(dropped))
 
     def _store(self, blocks: Sequence[bytes]) -> None:
