@@ -95,14 +95,14 @@ def test_a_miss_of_what_was_never_written(tmp_path: Path) -> None:
         assert misses(store, prompt(12)) == (8, 12, "memory", "dropped", "quota")
     with small(8, disk(tmp_path / "quota"), quotas={"": 2 * 4096}) as store:
         (tier,) = store._tiered.tiers
-        tier.catalogue.set_quota(store._names_of(None).space, 4096)
+        tier.catalogue.set_quota(store._names_of(None).space, 4095)
         put(store, prompt(8), wait=True)
         store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
-        assert misses(store, prompt(8)) == (4, 8, "file", "dropped", "quota")
-    with small(4, disk(tmp_path / "budget", writes="72KiB/day")) as store:  # a twelfth at once
+        assert misses(store, prompt(8)) == (0, 4, "file", "dropped", "quota")
+    with small(4, disk(tmp_path / "budget", writes="24KiB/day")) as store:  # a twelfth at once
         put(store, prompt(8), wait=True)
         put(store, prompt(16, 1), wait=True)
-        assert misses(store, prompt(8)) == (4, 8, "file", "dropped", "write budget")
+        assert misses(store, prompt(8)) == (0, 4, "file", "dropped", "write budget")
 
 
 def test_a_miss_of_a_record_that_is_not_read(tmp_path: Path) -> None:
