@@ -148,7 +148,7 @@ class Worker(threading.Thread):
         if self.chance.random() < 0.1:
             more["cancelled"] = lambda: self.chance.random() < 0.2
         try:
-            count = self.store.read(blocks, sizes, sink, **more)
+            count = self.store.read(blocks, sizes, sink, **more).blocks
             assert count == handed
             assert not (count and lies), "a block of another length than it has"
             self.got += count

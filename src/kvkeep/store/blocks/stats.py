@@ -12,7 +12,7 @@ from kvkeep.core.errors import BackendFailed, IllegalStep, number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvkeep.store.tiers import TieredStore, TierStats
+    from kvkeep.store.tiers import Miss, TieredStore, TierStats
 
 __all__ = [
     "Lookup",
@@ -80,11 +80,13 @@ class Lookup:
         tiers: of these tokens.
         stored_tokens: how far the layers that keep every token reach, in whole blocks: of
             snapshots, a state or a window may be missing there. Otherwise as many as ``tokens``.
+        miss: why the first block behind ``tokens`` cannot be read; None if nothing is missing.
     """
 
     tokens: int
     tiers: tuple[tuple[str, int], ...]
     stored_tokens: int = field(default=-1, repr=False)
+    miss: Miss | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.stored_tokens < 0:

@@ -186,7 +186,7 @@ class BlockStore(Store):
         with closed_is_illegal():
             count = self._tiered.read(
                 blocks, sizes, sink, deadline=deadline, cancelled=cancelled, sources=names
-            )
+            ).blocks
         if began:
             tiers = runs_of((name, 1) for name in names or ())
             size = sum(sizes[:count])

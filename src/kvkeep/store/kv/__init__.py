@@ -21,5 +21,6 @@ from kvkeep.store.kv.kept import Prefetch  # noqa: E402
 from kvkeep.store.kv.paying import LoadChoice, LoadPiece, choose_load  # noqa: E402
 from kvkeep.store.kv.records import Snapshot  # noqa: E402
 from kvkeep.store.kv.store import KVStore  # noqa: E402
+from kvkeep.store.kv.transfers import Get  # noqa: E402
 
-__all__ = ["KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"]
+__all__ = ["Get", "KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"]

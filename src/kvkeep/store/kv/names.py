@@ -190,14 +190,6 @@ class Names:
         private = [self.space + key for key in keys]
         return [*self.public[: len(private)], *private[len(self.public) :]]
 
-    def head(self, row: TokenArray, at: int, blocks: list[bytes]) -> bytes:
-        """Return the id of the tail that has the first token of block ``at`` of ``row`` alone.
-
-        ``blocks`` are at least those before it.
-        """
-        start = at * self.block_tokens
-        return self.tails(blocks[max(0, at - 1) : at], row[start : start + 1], start=start)[0]
-
     def tails(
         self, blocks: list[bytes], tokens: TokenArray, *, start: int | None = None
     ) -> list[bytes]:

@@ -200,7 +200,8 @@ class PositionFinder:
         ask: bool = True,
     ) -> None:
         self._tiered = tiered
-        self._names = names
+        self.names = self._names = names
+        self.size = names.size
         self._until = until
         self._ask = ask
         self._first = start // names.size

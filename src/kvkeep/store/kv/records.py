@@ -313,9 +313,12 @@ class Snapshot:
             one group have equally many.
         state: for each (layer, name) of `kvkeep.core.geometry.StateTensor`, the tensor exactly as
             it is after ``tokens`` tokens.
+        exact: how many leading tokens have exact KV: from there on it was decoded by a lossy codec,
+            or computed behind such KV. None: all of it is exact.
     """
 
     tokens: int
     start: int
     layers: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     state: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)
+    exact: int | None = None

@@ -14,7 +14,6 @@ from kvkeep.store.kv.kept import delete_ids
 from kvkeep.store.kv.paying import LoadPiece
 from kvkeep.store.kv.positions import BASE, STATE, PositionFinder, PositionNames
 from kvkeep.store.kv.records import Snapshot
-from kvkeep.store.kv.transfers import tails_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.paying import LoadChoice
     from kvkeep.store.kv.positions import Position, PositionPiece
     from kvkeep.store.kv.records import KVRecords, RecordForms
-    from kvkeep.store.tiers import Miss, TieredStore, Written
+    from kvkeep.store.tiers import Miss, ReadBlocks, TieredStore, Written
 
     Layers = dict[int, tuple[Tensor, ...]]
 
@@ -144,13 +143,10 @@ class SnapshotTransfers:
             sizes = [piece.raw_bytes for piece in pieces]
             ids = [piece.id for piece in pieces]
             try:
-                before = names.chain(tokens)
-                before += tails_of(tiered, names.names, names.row, names.full)
-                if tokens and tiered.inexact:
-                    before.append(names.names.head(names.row, 0, names.full))
                 written = tiered.write(
-                    ids, sizes, fill, wait=_WAIT_S if wait else None, before=before
-                )
+                    ids, sizes, fill, wait=_WAIT_S if wait else None,
+                    exact=_exact_pieces(pieces, snapshot.exact),
+                )  # fmt: skip
             except _Gap:
                 tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
                 return Put(0, 0, tokens - start, 0, failed)
@@ -302,16 +298,10 @@ class SnapshotTransfers:
                     due = end if until is None else min(until, end)
             left = None if due is None else max(0.0, due - time.monotonic())
             reading = _Reading(self._forms, prompt.start, position)
-            count = reading.read(tiered, left, sources=sources)
+            count, exact = reading.read(tiered, left, sources=sources)
             if count == len(position.pieces):
-                if any(piece.id in tiered.inexact for piece in position.pieces):
-                    # A later position has other records, and begins with the same blocks.
-                    tail = position.tokens % names.size > 0
-                    # Another prompt may begin with a part of the first one.
-                    ids = [names.names.head(names.row, 0, names.full)]
-                    tiered.inexact.add([*ids, *names.chain(position.tokens)], tails=tail)
                 self._note(names, position.tokens, position.pieces)
-                return reading.loaded()
+                return reading.loaded(exact)
             if choice is not None and due is not None and time.monotonic() >= due:
                 late = choice.overtaken(prompt.start, tiers[position.levels[count]])
                 return LoadedSnapshot(slower=(late,))
@@ -338,7 +328,7 @@ class _Reading:
         self._state: dict[tuple[int, str], Tensor] = {}
         self._sources: list[str] = []
 
-    def read(self, tiered: TieredStore, left: float | None, *, sources: bool) -> int:
+    def read(self, tiered: TieredStore, left: float | None, *, sources: bool) -> ReadBlocks:
         """Read the records within ``left`` seconds; return how many leading ones were read."""
         pieces = self._position.pieces
 
@@ -361,16 +351,30 @@ class _Reading:
         begin = max(piece.start, first)
         records.read(raw, piece.stop - piece.start, begin - piece.start, into, begin - first)
 
-    def loaded(self) -> LoadedSnapshot:
-        """Return the snapshot, after all records were read."""
+    def loaded(self, exact: int) -> LoadedSnapshot:
+        """Return the snapshot, after all records were read, ``exact`` leading ones as exact."""
         tokens, pieces = self._position.tokens, self._position.pieces
         layers = {key: kv for _, _, some in self._records.values() for key, kv in some.items()}
-        snapshot = Snapshot(tokens, self._start, dict(sorted(layers.items())), self._state)
+        lossy = pieces[exact:]  # behind the first of them, no word is given
+        until = min((_last_exact(piece) for piece in lossy), default=None)
+        snapshot = Snapshot(tokens, self._start, dict(sorted(layers.items())), self._state, until)
         tiers = runs_of(
             tokens_by_tier(zip(pieces, self._sources, strict=False), tokens, self._start)
         )
         size = sum(piece.raw_bytes for piece in pieces)
         return LoadedSnapshot(snapshot, tokens - self._start, size, tiers)
+
+
+def _last_exact(piece: PositionPiece) -> int:
+    """Return how many leading tokens are exact if this record is not."""
+    return piece.start - (piece.group == STATE)  # behind a state, that token is lost
+
+
+def _exact_pieces(pieces: list[PositionPiece], exact: int | None) -> int | None:
+    """Return how many leading records have only ``exact`` leading tokens."""
+    if exact is None:
+        return None
+    return next((at for at, piece in enumerate(pieces) if piece.stop > exact), len(pieces))
 
 
 def piece_of(position: Position, start: int, tiers: Sequence[str]) -> LoadPiece:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, Unpack
 
@@ -15,6 +17,7 @@ from kvkeep.store.kv.kept import (
     Prefetch,
     WholeBlocks,
     delete_ids,
+    first_miss,
     misses_behind,
 )
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
@@ -23,7 +26,7 @@ from kvkeep.store.kv.positions import BASE, PositionFinder, PositionNames
 from kvkeep.store.kv.prompts import PromptStore
 from kvkeep.store.kv.records import window_start
 from kvkeep.store.kv.snapshots import SnapshotTransfers, piece_of, tokens_by_tier
-from kvkeep.store.kv.transfers import KVTransfers
+from kvkeep.store.kv.transfers import Get, KVTransfers
 from kvkeep.store.tiers import Loss, Miss
 
 if TYPE_CHECKING:
@@ -83,11 +86,12 @@ class PromptLoads(PromptStore):
         pays: bool = False,
         slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
-    ) -> tuple[KV | None, int]:
+    ) -> Get:
         """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
 
         The result is ``(kv, n)`` with the KV of ``tokens[start : start + n]``, or ``(None, 0)``.
-        It ends before the first block that is missing, damaged, or not read in time.
+        It ends before the first block that is missing, damaged, or not read in time: `Get.miss`
+        says why. `Get.exact` says what of it is exact, for the put of the same request.
 
         Args:
             deadline: seconds from now.
@@ -128,7 +132,7 @@ class PromptLoads(PromptStore):
         if slower is not None:
             slower += loaded.slower
         self._reporter.get(began, len(prompt.row) - start, loaded)
-        return loaded.kv, loaded.tokens
+        return loaded.result
 
     def worth_loading(
         self,
@@ -257,14 +261,21 @@ class SnapshotRecords(KeptPrompts):
         return PositionFinder(tiered, PositionNames(self._forms, prompt), ask=ask)
 
     def lookup(self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]) -> Lookup:
+        since = time.time()
         finder = self._finder(tiered, prompt)
         position = finder.longest()
         stored = finder.stored if self._forms.base is not None else 0
+        tokens = 0 if position is None else position.tokens
+        if stored > tokens:
+            ends = range(tokens - tokens % finder.size + finder.size, stored + 1, finder.size)
+            miss: Miss | None = self._state_miss(tiered, finder.names, tokens, ends, since)
+        else:
+            miss = first_miss(tiered, prompt, tokens, since)
         if position is None:
-            return Lookup(0, (), stored)
+            return Lookup(0, (), stored, miss)
         named = [tiers[level] for level in position.levels]
         parts = tokens_by_tier(zip(position.pieces, named, strict=True), position.tokens, 0)
-        return Lookup(position.tokens, runs_of(parts), max(stored, position.tokens))
+        return Lookup(position.tokens, runs_of(parts), max(stored, position.tokens), miss)
 
     def pieces(
         self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]
@@ -293,12 +304,26 @@ class SnapshotRecords(KeptPrompts):
         ends = [*range((first + 1) * size, stored + 1, size)]
         if start < stored and stored % size:
             ends.append(stored)
-        found = [loss for loss in losses_of(self._beside(ids, ends)) if loss and loss.at]
-        last = max(found, key=lambda loss: loss.at or 0.0, default=Loss("", "never", None, "state"))
-        gap = Miss(start, stored, *last) if stored > start else None
+        gap = None
+        if stored > start:
+            gap = replace(self._state_miss(tiered, ids, start, ends, since), stop=stored)
         if stored == len(row):
             return () if gap is None else (gap,)
         return misses_behind(names, losses_of, row, stored, gap)
+
+    def _state_miss(
+        self,
+        tiered: TieredStore,
+        ids: PositionNames,
+        start: int,
+        ends: Sequence[int],
+        since: float | None,
+    ) -> Miss:
+        """Return why no state or window at ``ends`` lets a model go on; base records are there."""
+        losses = tiered.losses_of(self._beside(ids, ends), since)
+        found = [loss for loss in losses if loss and loss.at]
+        last = max(found, key=lambda loss: loss.at or 0.0, default=Loss("", "never", None, "state"))
+        return Miss(start, max(ends, default=start), *last)
 
     def _beside(self, ids: PositionNames, ends: Sequence[int]) -> list[bytes]:
         """Return the ids of the states and windows that end at some positions."""
@@ -502,9 +527,9 @@ class KVStore(PromptLoads):
             answer: where an answer begins that is complete and ended as ``ended`` says. What of it
                 is never read again (`worth`) is not stored, and counted in `Put.unread`. The store
                 learns that from `ended`, which is called as well.
-            exact: how many leading tokens have exact KV, where the caller knows. From there on it
-                is not, as it was decoded by a lossy codec, or computed behind such KV, and tiers
-                with an exact codec do not take it. None: by what this store gave out.
+            exact: how many leading tokens have exact KV; None: all. From there on it was decoded
+                by a lossy codec, or computed behind such KV, and tiers with an exact codec do not
+                take it. `Get.exact` of the request's `get` is handed on here.
             extra: ``[(position, bytes)]``: bytes that belong to tokens, such as an image to its
                 placeholder. Positions count from ``tokens[0]``. They become part of the keys of
                 all blocks from there on.

@@ -6,22 +6,21 @@ import threading
 import time
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.kept import delete_from, find_stored, pieces_of
+from kvkeep.store.kv.kept import delete_from, find_stored, first_miss, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import KV, Form
     from kvkeep.store.kv.kept import Followers, StoredBlocks
-    from kvkeep.store.kv.names import Names, PromptBlocks
+    from kvkeep.store.kv.names import PromptBlocks
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.tiers import Miss, TieredStore
 
-__all__ = ["KVTransfers", "LoadedKV", "tails_of"]
+__all__ = ["Get", "KVTransfers", "LoadedKV"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write blocks for which a put waits."""
@@ -78,21 +77,11 @@ class KVTransfers:
                 old = prompt._replace(start=first * size)
                 failed = delete_from(tiered, old, self._followers, tiered.supersede).failed
             self._followers.note(names.unshared([*full[:first], *blocks]))
-            before, known = full[:first], None
-            if exact is None:
-                begun = inexact_from(tiered, names, row, full)
-            else:
-                known = sum(first * size + end <= exact for end in accumulate(lengths))
-                begun = exact // size if exact < len(row) else None
-                if begun is not None:  # remembered for puts that do not say it
-                    tiered.inexact.add([names.head(row, begun, full)])
-            if begun is not None and begun < first:
-                before = [*before, names.head(row, begun, full)]
-            elif begun is not None:
-                tiered.inexact.add(blocks[begun - first : begun - first + 1])
+            if exact is not None:  # in blocks from here on, not in tokens
+                exact = sum(first * size + end <= exact for end in accumulate(lengths))
             written = tiered.write(
                 blocks, self._form.sizes(lengths), fill, wait=_WAIT_S if wait else None,
-                before=before, exact=known,
+                exact=exact,
             )  # fmt: skip
         kept = sum(lengths[at] for at in written.kept)
         skipped = sum(lengths[at] for at in written.already)
@@ -119,7 +108,7 @@ class KVTransfers:
         row, start, names = prompt
         if out is not None:
             self._form.check_room(out, len(row) - start)
-        until = None
+        until, since = None, time.time()
         if deadline is not None:
             until = time.monotonic() + seconds_of("deadline", deadline)
         found, choice = find_stored(tiered, prompt, until), None
@@ -131,7 +120,8 @@ class KVTransfers:
         total = sum(lengths) - skip
         slower = () if choice is None else choice.misses
         if total <= 0:
-            return LoadedKV(None, 0, slower=slower)
+            miss = slower[0] if slower else first_miss(tiered, prompt, start, since)
+            return LoadedKV(Get(None, 0, None, miss), slower=slower)
         into = out
         if into is None and sink is None:
             into = self._form.empty(total, tuples=tuples)
@@ -146,13 +136,12 @@ class KVTransfers:
                 part = self._form.cut(into, begin, ends[at])
                 self._form.read(raw, lengths[at], part, skip=behind)
             if sink is not None:
-                self._note_inexact(tiered, prompt, blocks, at)
                 kv = self._form.view(raw, lengths[at], skip=behind)
                 wanted = sink(start + begin, start + ends[at], kv, read_from[-1])
 
         left = None if until is None else max(0.0, until - time.monotonic())
         with closed_is_illegal():
-            count = tiered.read(
+            count, exact = tiered.read(
                 blocks,
                 self._form.sizes(lengths),
                 take,
@@ -164,26 +153,17 @@ class KVTransfers:
         if choice is not None and count < len(blocks) and until and time.monotonic() >= until:
             at = start + ends[count - 1] if count else start
             slower = (choice.overtaken(at, tiered.names[levels[count]]), *slower)
+        tokens = ends[count - 1] if count else 0
+        miss = slower[0] if slower else None
+        if wanted and not slower:
+            miss = first_miss(tiered, prompt, start + tokens, since)
         if not count:
-            return LoadedKV(None, 0, slower=slower)
+            return LoadedKV(Get(None, 0, None, miss), slower=slower)
         self._followers.note(names.unshared(blocks[:count]))
-        if sink is None:
-            for at in range(count):
-                self._note_inexact(tiered, prompt, blocks, at)
         parts = zip(read_from if sources else (), [lengths[0] - skip, *lengths[1:]], strict=False)
-        tokens = ends[count - 1]
         kv = None if into is None else self._form.cut(into, 0, tokens)
-        return LoadedKV(kv, tokens, runs_of(parts), slower)
-
-    @staticmethod
-    def _note_inexact(
-        tiered: TieredStore, prompt: PromptBlocks, blocks: Sequence[bytes], at: int
-    ) -> None:
-        """Remember the head of a block that is not exact: other prompts may begin with it."""
-        if tiered.inexact and blocks[at] in tiered.inexact:
-            row, start, names = prompt
-            first = start // names.block_tokens
-            tiered.inexact.add([names.head(row, first + at, names.full(row))])
+        until_exact = None if exact == count else start + (ends[exact - 1] if exact else 0)
+        return LoadedKV(Get(kv, tokens, until_exact, miss), runs_of(parts), slower)
 
     def _cut(
         self,
@@ -205,46 +185,44 @@ class KVTransfers:
         return kept, until
 
 
-def inexact_from(
-    tiered: TieredStore, names: Names, row: TokenArray, full: list[bytes]
-) -> int | None:
-    """Return the first block of which a caller may have begun with KV that is not exact.
+class _KVAndTokens(NamedTuple):
+    kv: KV | None
+    tokens: int
 
-    A caller that was given a block, or a tail, may use its first tokens in another prompt, whose
-    block has another id. So the first token of each such block is remembered, too. None: there is
-    no such block. Cost: a hash for each block, if anything was given that is not exact.
+
+class Get(_KVAndTokens):
+    """The result of `KVStore.get`: ``(kv, tokens)``, and what is to be said of them.
+
+    Attributes:
+        kv: of ``tokens`` tokens; None if there are none, or a sink has them.
+        tokens: how many were read.
+        exact: how many leading tokens of the prompt are exact, if those before the get's ``start``
+            are. None: all are. Hand it on: ``put(…, exact=result.exact)`` of the same request.
+        miss: why the first block behind ``tokens`` did not come; None if nothing is missing.
     """
-    if not tiered.inexact:
-        return None
-    count = -(-len(row) // names.block_tokens)
-    return next((at for at in range(count) if names.head(row, at, full) in tiered.inexact), None)
 
+    exact: int | None
+    miss: Miss | None
 
-def tails_of(tiered: TieredStore, names: Names, row: TokenArray, full: list[bytes]) -> list[bytes]:
-    """Return the ids of all tails of a prompt, if a caller was given a tail that is not exact.
-
-    The block that contains its tokens has another id. Cost: 1 µs a token, else none.
-    """
-    if not tiered.inexact.tails:
-        return []
-    size = names.block_tokens
-    return [
-        tail
-        for start in range(0, len(row), size)
-        for tail in names.tails(
-            full[max(0, start // size - 1) : start // size], row[start : start + size], start=start
-        )
-    ]
+    def __new__(cls, kv: KV | None, tokens: int, exact: int | None, miss: Miss | None) -> Self:
+        """Return the pair with its attributes."""
+        result = super().__new__(cls, kv, tokens)
+        result.exact, result.miss = exact, miss
+        return result
 
 
 class LoadedKV(NamedTuple):
-    """KV of the first ``tokens`` tokens from a prompt's ``start`` on.
+    """The result of a get, and what is said of it.
 
     ``tiers`` are ``(tier, tokens)`` in order, the tiers the KV was read from; empty unless they
     were requested. ``slower`` says what was stored and not loaded because computing is faster.
     """
 
-    kv: KV | None
-    tokens: int
+    result: Get
     tiers: tuple[tuple[str, int], ...] = ()
     slower: tuple[Miss, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were read."""
+        return self.result.tokens

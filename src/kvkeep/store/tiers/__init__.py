@@ -47,7 +47,7 @@ from kvkeep.store.tiers.opening import (
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
-from kvkeep.store.tiers.tiered import Removed, TieredStore
+from kvkeep.store.tiers.tiered import ReadBlocks, Removed, TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
 
@@ -66,6 +66,7 @@ __all__ = [
     "MemoryTier",
     "Miss",
     "PassThrough",
+    "ReadBlocks",
     "Removed",
     "TenantWeights",
     "Tier",

@@ -12,9 +12,8 @@ from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
 from kvkeep.store.tiers.prompt_writes import PromptWrites
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, origin
 from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.shared_read import SharedRead
 from kvkeep.store.tiers.workers import Workers
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.tiers.inexact import InexactBlocks
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.moves import Moves
 
@@ -208,7 +206,10 @@ class ReadRequest:
     ``sink(i, raw)`` is called for each block in order, in the calling thread; later blocks are read
     meanwhile. Reading ends early at ``until`` (monotonic seconds), or when ``cancelled()`` is true.
     The name of the tier that each block was read from is appended to ``sources``, with its codec if
-    it is lossy. Such blocks are added to ``inexact``, unless nobody is given them.
+    it is lossy.
+
+    Attributes:
+        exact: how many leading blocks, of those delivered so far, are exact.
     """
 
     def __init__(
@@ -220,7 +221,6 @@ class ReadRequest:
         until: float | None = None,
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
-        inexact: InexactBlocks | None = None,
     ) -> None:
         self.planner = reader.levels.planner
         self._reader = reader
@@ -230,7 +230,7 @@ class ReadRequest:
         self._until = until
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
-        self._inexact = inexact
+        self.exact = 0
         self._writes: PromptWrites | None = None
         self._mark = 0  # the reader's `replacements` at the begin
 
@@ -294,7 +294,7 @@ class ReadRequest:
                 if not self._has_length(blocks[count], payload, self._raw_bytes[count]):
                     break
                 name = self._source(ahead[0])
-                self._sources.append(self._given(blocks[count], lease, name))
+                self._sources.append(self._given(count, lease, name))
                 self._sink(count, payload)
                 end_read(ahead.popleft())
                 count += 1
@@ -346,7 +346,7 @@ class ReadRequest:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
                 if not self._has_length(blocks[at], payload, size) or ends(blocks):
                     break
-                sources.append(self._given(blocks[at], run[at - first], name))
+                sources.append(self._given(at, run[at - first], name))
                 sink(at, payload)
                 at += 1
                 ends = self._ends  # of the first block, `fetch` has asked
@@ -386,13 +386,12 @@ class ReadRequest:
         tier = started.source if isinstance(started, SharedRead) else None
         return self._levels.memory.name if tier is None else tier.name
 
-    def _given(self, block: bytes, lease: MemoryLease, name: str) -> str:
-        """Return the name of a source, and remember ``block`` if its KV is not exact."""
+    def _given(self, at: int, lease: MemoryLease, name: str) -> str:
+        """Return the name of the source of block ``at``, and count it if it is exact."""
         made = origin(lease.record)
         if made == EXACT:
+            self.exact += self.exact == at
             return name
-        if self._inexact is not None:
-            self._inexact.add([block])
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
 
     def copy(self, block: bytes) -> None:

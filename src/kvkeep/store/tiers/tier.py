@@ -472,7 +472,7 @@ class Tier:
         if self._bucket is not None and self._bucket.left() < size:  # before others go for it
             return "write budget"
         if not self._reserve_quota(block, size, make_room):
-            return "no room"
+            return "quota"
         try:
             if self._bucket is not None and not self._bucket.spend(size):
                 return "write budget"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.front import open_front
-from kvkeep.store.tiers.inexact import InexactBlocks
 from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.moves import Moves, left_until
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.tier import TierSpec
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["Removed", "TieredStore"]
+__all__ = ["ReadBlocks", "Removed", "TieredStore"]
 
 _RELEARN_S: Final = 10.0
 _RELEARN_BLOCKS: Final = 4
@@ -44,20 +44,27 @@ _QUEUED_SHARE = 0.75  # of memory that blocks waiting to be written to one tier 
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
+class ReadBlocks(NamedTuple):
+    """The result of a read.
+
+    Attributes:
+        blocks: how many leading blocks were delivered.
+        exact: how many leading blocks of these are exact.
+    """
+
+    blocks: int
+    exact: int
+
+
 class TieredReads:
     """The lookups and reads of a `TieredStore`.
 
     Thread safety: all methods.
-
-    Attributes:
-        inexact: the blocks that callers were given and that are not exact: what is stored under
-            their names, or behind them, may be made of them.
     """
 
     def __init__(self, levels: Levels, reader: Reader) -> None:
         self._levels = levels
         self._reader = reader
-        self.inexact = InexactBlocks()
         self._closed = False
         self._process = os.getpid()
 
@@ -141,7 +148,7 @@ class TieredReads:
         deadline: float | None = None,
         cancelled: Callable[[], bool] | None = None,
         sources: list[str] | None = None,
-    ) -> int:
+    ) -> ReadBlocks:
         """Pass the KV of ``blocks`` to ``sink``, in order, up to the first that is missing.
 
         ``raw_bytes`` are their lengths; a record of another length is a miss. ``sink(i, raw)`` runs
@@ -150,8 +157,6 @@ class TieredReads:
         ``deadline`` seconds the read ends with the blocks that have arrived. The name of the tier
         that each block was read from is appended to ``sources``; of KV that is not exact with its
         codec behind it: "s3, int8".
-
-        Returns how many blocks were passed to ``sink``.
         """
         self.check_open()
         until = None if deadline is None else time.monotonic() + deadline
@@ -160,12 +165,12 @@ class TieredReads:
         with self._closed_is_illegal():
             request = ReadRequest(
                 self._reader, raw_bytes, sink,
-                until=until, cancelled=cancelled, sources=sources, inexact=self.inexact,
+                until=until, cancelled=cancelled, sources=sources,
             )  # fmt: skip
             count = request.read(blocks, levels)
         if count < len(blocks):
             self.check_open()  # if closed meanwhile, the rest may not be missing
-        return count
+        return ReadBlocks(count, min(count, request.exact))
 
     def relearn(self, blocks: Sequence[bytes], raw_bytes: Sequence[int], level: int) -> None:
         """Read a few of ``blocks``, which are not worth reading, if that may have changed.
@@ -275,24 +280,22 @@ class TieredStore(TieredReads):
         fill: Callable[[int, memoryview], None],
         *,
         wait: float | None = None,
-        before: Sequence[bytes] = (),
         exact: int | None = None,
     ) -> Written:
         """Store ``blocks``; ``fill(i, raw)`` writes the KV of those that no level has yet.
 
-        ``before`` are the prompt's blocks before them: behind one in `inexact` nothing is exact.
-        With ``exact``, so many leading ``blocks`` are, whatever `inexact` has.
+        With ``exact``, only so many leading ``blocks`` are exact; tiers with an exact codec do not
+        take the others.
         Returns when they are in memory; tiers that the policy admits are written in the background.
         From the first block without room on, blocks are dropped. With ``wait``, waits up to that
         many seconds in all, for room in full queues and for the end of all writes.
         """
         self.check_open()
         until = 0.0 if wait is None else time.monotonic() + wait
-        if exact is None:
-            exact = self.inexact.exact(before, blocks)
         request = StoreRequest(
             self._moves,
-            raw_bytes=raw_bytes, fill=fill, until=until, supersede=self.supersede, exact=exact,
+            raw_bytes=raw_bytes, fill=fill, until=until, supersede=self.supersede,
+            exact=sys.maxsize if exact is None else exact,
         )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)

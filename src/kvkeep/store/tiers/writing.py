@@ -9,9 +9,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
 from kvkeep.store.tiers.prompt_writes import PromptWrites
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -97,7 +96,10 @@ class StoreRequest:
             kept, already = len(self.written.kept), len(self.written.already)
             memory.counters.count(writes=kept, already=already)
         dropped = blocks[kept + already :]
-        losses.note(dropped, memory.name, "dropped", "no room")
+        if dropped:
+            size = self._raw_bytes[kept + already] + HEADER_BYTES
+            over = memory.catalogue.over_quota(dropped[0][:SPACE_BYTES], size)
+            losses.note(dropped, memory.name, "dropped", "quota" if over else "no room")
         memory.counters.count(drops=len(dropped))
 
     def _store(self, blocks: Sequence[bytes]) -> None:
