@@ -137,7 +137,7 @@ def test_a_miss_of_a_tier_that_does_not_answer(how: str) -> None:
             place.hang("get")
         else:
             for _ in range(3):
-                store._tiered.tiers[0].breaker.of("read").failed("a test")
+                store._tiered.tiers[0].calls.breaker("read").failed("a test")
         found = store.get(prompt(8), deadline=0.1 if how == "late" else None)
         place.heal()
         miss = found.miss
