@@ -188,7 +188,7 @@ class TierSimulator:
                     if used:
                         self._demote_ahead()
                     level, run = self._place(blocks, len(used))
-                    admitted = self.planner.store(run)
+                    admitted = self.planner.store(run, new=level is None)
                     used += run
                     if not level:
                         self.memory.hold(self._copy_down(run, admitted), held)

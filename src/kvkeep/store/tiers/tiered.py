@@ -307,8 +307,10 @@ class TieredStore(TieredReads):
         return written
 
     def used(self, blocks: Sequence[bytes]) -> None:
-        """Record in every level that a prompt used ``blocks``: they are evicted later."""
+        """Record in every level that a request used ``blocks``: they are evicted later."""
         self.check_open()
+        if self.policy.admit_after > 1:
+            self._levels.planner.read([block for block in blocks if self.knows(block)])
         self._levels.used(blocks)
 
     @property

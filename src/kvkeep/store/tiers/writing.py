@@ -40,6 +40,8 @@ class Written:
 class _Placement(Enum):
     """The result of placing a block in memory."""
 
+    NEW = auto()
+    """No level had it."""
     IN_MEMORY = auto()
     BELOW = auto()
     """It is in a lower tier only, and is not copied up."""
@@ -118,7 +120,9 @@ class StoreRequest:
                         self._moves.demote_ahead()
                     placed, count = self._place(blocks, len(used))
                     run = blocks[len(used) : len(used) + count]
-                    admitted = self._levels.planner.store(run)
+                    admitted = self._levels.planner.store(
+                        run, new=placed in (_Placement.NEW, _Placement.NOWHERE)
+                    )
                     if placed is _Placement.NOWHERE:
                         break
                     used += run
@@ -168,7 +172,7 @@ class StoreRequest:
         if not self._leases:
             return _Placement.NOWHERE, 1
         self.written.kept += range(at, at + len(self._leases))
-        return _Placement.IN_MEMORY, len(self._leases)
+        return _Placement.NEW, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
         """Return the different blocks from ``at`` on that may be placed together, one at least.
