@@ -44,10 +44,11 @@ from kvkeep.store.tiers.opening import (
     open_tiers,
     tiering,
 )
+from kvkeep.store.tiers.removal import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
-from kvkeep.store.tiers.tiered import ReadBlocks, Removed, TieredStore
+from kvkeep.store.tiers.tiered import ReadBlocks, TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
 

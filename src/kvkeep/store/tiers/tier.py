@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.prompt_writes import TierWrites
+    from kvkeep.store.tiers.moves import TierWrites
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 

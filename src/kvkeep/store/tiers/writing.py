@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.prompt_writes import PromptWrites
+from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
