@@ -14,7 +14,7 @@ from kvkeep.store.tiers.cold_blocks import ColdBlock, ColdBlocks
 from kvkeep.store.tiers.tier_shares import TenantWeights, TierShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from kvkeep.store.tiers.conversations import BlockWaits
 
@@ -151,11 +151,21 @@ class Index:
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
-        there = self._blocks if self.ttl is None and not len(self._cold) else self
+        there = self._there
         for count, block in enumerate(blocks):
             if block not in there:
                 return count
         return len(blocks)
+
+    def among(self, blocks: Iterable[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are here."""
+        there = self._there
+        return {block for block in blocks if block in there}
+
+    @property
+    def _there(self) -> Container[bytes]:
+        """What has the blocks that are here: their dict, where that is enough."""
+        return self._blocks if self.ttl is None and not len(self._cold) else self
 
     def spaces(self) -> dict[bytes, int]:
         """Return the bytes of each namespace."""
