@@ -16,6 +16,7 @@ geometry, so the numbers of groups are unambiguous.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,11 +26,12 @@ from kvkeep.store.blocks.stats import closed_is_illegal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvkeep.store.kv.names import PromptBlocks
-    from kvkeep.store.kv.records import RecordForms
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.store.kv.forms import RecordForms
+    from kvkeep.store.kv.names import Names
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionNames", "PositionPiece"]
+__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "Prompt"]
 
 BASE: Final = -1
 STATE: Final = -2
@@ -64,27 +66,62 @@ class Position(NamedTuple):
     levels: list[int]
 
 
-class PositionNames:
-    """The ids of all records of one prompt.
+class Prompt:
+    """A prompt as one call to a store names it, and the ids of its records.
 
-    ``prompt.start`` is ignored: it is about which tokens are loaded. Cost: about 1 µs a block for
-    the chain, and as much for each other id.
+    Cost: about 1 µs a block for the ids of blocks, once they are needed, and as much for each other
+    id. Thread safety: none.
+
+    Attributes:
+        forms: of its records.
+        row: its tokens.
+        start: the first token that the call is about.
+        names: the names of its blocks.
+        size: tokens of a block.
     """
 
-    def __init__(
-        self, forms: RecordForms, prompt: PromptBlocks, full: list[bytes] | None = None
-    ) -> None:
-        """``full`` are the ids of its blocks, if they are at hand."""
+    def __init__(self, forms: RecordForms, row: TokenArray, start: int, names: Names) -> None:
         self.forms = forms
-        self.row, _, self.names = prompt
-        self.size = self.names.block_tokens
-        self.full = self.names.full(self.row) if full is None else full
+        self.row = row
+        self.start = start
+        self.names = names
+        self.size = names.block_tokens
+        self._full: list[bytes] | None = None
         self._tails: dict[int, list[bytes]] = {}
-        self._hashes = {
-            group: hashlib.sha256(b"kvkeep record 1\nwindow %d\n" % group)
-            for group in range(len(forms.windows))
-        }
-        self._hashes[STATE] = hashlib.sha256(b"kvkeep record 1\nstate\n")
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def full(self) -> list[bytes]:
+        """The ids of its full blocks."""
+        if self._full is None:
+            self._full = self.names.full(self.row)
+        return self._full
+
+    def cut(self, tokens: int) -> Prompt:
+        """Return its first ``tokens`` tokens."""
+        part = Prompt(self.forms, self.row[:tokens], min(self.start, tokens), self.names)
+        part._full = None if self._full is None else self._full[: tokens // self.size]
+        return part
+
+    def behind(self, start: int) -> Prompt:
+        """Return the same with another ``start``."""
+        if start == self.start:
+            return self
+        other = Prompt(self.forms, self.row, start, self.names)
+        other._full = self._full
+        return other
+
+    def copied(self) -> Prompt:
+        """Return the same with tokens of its own, for what is named after the call returns."""
+        return Prompt(self.forms, self.row.copy(), self.start, self.names)
+
+    def private(self) -> Prompt:
+        """Return the same with all blocks named in its own namespace: no public ones."""
+        if not self.names.public:
+            return self
+        return Prompt(self.forms, self.row, self.start, self.names.private())
 
     def end(self, tokens: int) -> bytes:
         """Return the id that ends at a position: of a block, or of a tail."""
@@ -115,9 +152,7 @@ class PositionNames:
         return self._tagged(group, self.end(stop), skip)
 
     def _tagged(self, group: int, block: bytes, skip: int = 0) -> bytes:
-        digest = self._hashes[group].copy()
-        if skip:
-            digest = hashlib.sha256(b"kvkeep record 1\nwindow %d from %d\n" % (group, skip))
+        digest = _tag(group, skip).copy()
         digest.update(block[SPACE_BYTES:])
         return block[:SPACE_BYTES] + digest.digest()
 
@@ -179,6 +214,15 @@ class PositionNames:
             yield self.window(group, stop, start % self.size)
 
 
+@lru_cache(1024)
+def _tag(group: int, skip: int) -> hashlib._Hash:
+    """Return the hash before the key of a record's end."""
+    tag = b"state" if group == STATE else b"window %d" % group
+    if skip:
+        tag += b" from %d" % skip
+    return hashlib.sha256(b"kvkeep record 1\n" + tag + b"\n")
+
+
 class PositionFinder:
     """Finds the longest position of a prompt at which all records are stored.
 
@@ -193,19 +237,17 @@ class PositionFinder:
     def __init__(
         self,
         tiered: TieredStore,
-        names: PositionNames,
+        prompt: Prompt,
         *,
-        start: int = 0,
         until: float | None = None,
         ask: bool = True,
     ) -> None:
         self._tiered = tiered
-        self.names = self._names = names
-        self.size = names.size
+        self._names = prompt
         self._until = until
         self._ask = ask
-        self._first = start // names.size
-        self._start = start
+        self._first = prompt.start // prompt.size
+        self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
@@ -288,10 +330,15 @@ class PositionFinder:
     def _longest_tail(self, number: int) -> Position | None:
         """Return the longest position inside of block ``number``, whose beginning is stored."""
         names, size = self._names, self._names.size
-        rest = min(size - 1, len(names.row) - number * size)
-        for tokens in range(number * size + rest, max(number * size, self._start), -1):
+        begin, knows = number * size, self._tiered.knows
+        rest = min(size - 1, len(names.row) - begin)
+        plain = names.forms.base is not None and names.forms.states is None
+        ends = names.tails(number) if plain and rest else []
+        for tokens in range(begin + rest, max(begin, self._start), -1):
             asked = self._ask and tokens == len(names.row)  # one name, not one a token
-            if not asked and not any(map(self._tiered.knows, self._markers(tokens))):
+            if not asked and not any(
+                map(knows, [ends[tokens - begin - 1]] if plain else self._markers(tokens))
+            ):
                 continue
             pieces = self._tail(tokens)
             if pieces is not None and (found := self._position(tokens, pieces)) is not None:
@@ -299,12 +346,10 @@ class PositionFinder:
         return None
 
     def _markers(self, tokens: int) -> list[bytes]:
-        """Return ids of which every position has one: of a record that ends there."""
-        names, forms = self._names, self._names.forms
-        if forms.states is not None:
+        """Return ids of which every position has one: of a state or window that ends there."""
+        names = self._names
+        if names.forms.states is not None:
             return [names.state(tokens)]
-        if forms.base is not None:
-            return [names.end(tokens)]
         whole = [names.window(0, tokens)]
         return whole + [
             names.window(0, stop, start % names.size)
