@@ -7,9 +7,9 @@ A store keeps blocks of all layers, or records of each group of layers:
     state     the states of all layers at one position
 
 Raw bytes are the parts one after another: K of the first layer, its V, K of the second layer …,
-each ``[tokens, heads, dim]`` (NHD) or ``[heads, tokens, dim]`` (HND); with latent attention one part
-for each layer. States begin at multiples of 16 bytes. Where each group is kept apart, the last byte
-is the number of the kind (`BlockShape.kinds`).
+each ``[tokens, heads, dim]`` (NHD) or ``[heads, tokens, dim]`` (HND); with latent attention one
+part for each layer. States begin at multiples of 16 bytes. Where each group is kept apart, the last
+byte is the number of the kind (`BlockShape.kinds`).
 """
 
 from __future__ import annotations
@@ -160,8 +160,11 @@ class KVForm:
     def check_room(self, out: KV, tokens: int) -> None:
         """Raise `InvalidValue` as `check`, or if elements of ``out`` share memory."""
         self.check(out, tokens)
-        every = (part for layer in self.layers for part in self._of(out, layer))
-        for part in [out] if isinstance(out, torch.Tensor) else every:
+        if isinstance(out, torch.Tensor):
+            parts = [out]
+        else:
+            parts = [part for layer in self.layers for part in self._of(out, layer)]
+        for part in parts:
             sizes = zip(part.shape, part.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in sizes):
                 raise InvalidValue(

@@ -160,7 +160,8 @@ class Transfers:
         until = _until(deadline)
         position = PositionFinder(tiered, prompt, until=until).longest()
         position = position or Position(start, [], [])
-        choice, slower = None, tuple[Miss, ...]()
+        choice = None
+        slower: tuple[Miss, ...] = ()
         if choose is not None:
             choice = choose(load_pieces(position, prompt, tiered.names))
             position = _worth(tiered, position, choice)
@@ -439,7 +440,8 @@ class Transfers:
     ) -> tuple[Written, tuple[str, ...]]:
         """Write records of the first ``tokens`` tokens; first delete those of ``old``, if given.
 
-        ``old`` is deleted from its start on. Returns what was written, and the tiers that failed to delete. ``exact`` counts tokens.
+        ``old`` is deleted from its start on; ``exact`` counts tokens. Returns what was written, and
+        the tiers that failed to delete.
         """
         failed: tuple[str, ...] = ()
         with nullcontext() if old is None else self._replacing, closed_is_illegal():
@@ -466,8 +468,8 @@ class Transfers:
     ) -> None:
         """Remember which records belong to which block, so that a removal deletes them, too.
 
-        ``first`` is the first block that counts. The blocks are a chain by their names, also where no layer keeps every token and there are
-        no base records: longer prompts follow shorter ones in any case.
+        ``first`` is the first block that counts. The blocks are a chain by their names, also where
+        there are no base records: longer prompts follow shorter ones in any case.
         """
         self._followers.note(prompt.names.unshared(prompt.chain(tokens)[first:]))
         for piece in () if self._forms.whole else pieces:
