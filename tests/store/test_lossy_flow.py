@@ -162,6 +162,7 @@ def test_what_a_caller_was_given_comes_back_lossy(tmp_path, tiering):
         for _ in range(3):
             store.put(range(32), kv[:, :, :32], wait=True, exact=loaded.exact)
             store.put(range(40), kv[:, :, 32:], start=32, wait=True, exact=loaded.exact)
+            got(store, 40)
         store.flush()
     assert assert_exact(tmp_path / "exact") == 0
     if tiering in ("inclusive", "inclusive:2"):

@@ -89,7 +89,7 @@ def test_no_call_raises_but_the_one_that_cannot_be_counted(
             lambda: tiered.pins.unpin(unknown),
             lambda: tiered.pins.pinned(unknown),
             lambda: tiered.losses_of(unknown),
-            lambda: order.holds.hold_all(unknown, []),
+            lambda: order.hold(unknown, []),
             lambda: tiered.locate_each(unknown),
         ]
         for call in calls:

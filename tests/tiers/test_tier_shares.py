@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from catalogue_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from index_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 
 from kvkeep import InvalidValue
 from kvkeep.core.keys import SPACE_BYTES
@@ -24,7 +24,7 @@ _UNKNOWN = "?"
 
 
 class SharesMachine(Machine):
-    """The machine of a catalogue, with shares and announcements.
+    """The machine of an index, with shares and announcements.
 
     A victim is a block of a tenant above its floor, if there is one, and in LRU of the one whose
     oldest block was used longest ago.
@@ -56,16 +56,16 @@ class SharesMachine(Machine):
 
     @rule(space=st.sampled_from(SPACES), name=st.sampled_from(NAMES))
     def announce(self, space: bytes, name: str | None) -> None:
-        self.catalogue.announce(space, name)
+        self.index.announce(space, name)
         self.name_of(space)
         self.names[space] = name
 
     @rule(space=st.sampled_from(SPACES), limit=st.integers(1, 30))
     def set_quota(self, space: bytes, limit: int) -> None:
-        self.catalogue.set_quota(space, limit)
+        self.index.set_quota(space, limit)
         self.quotas[space] = limit
 
-    @precondition(lambda self: hasattr(self, "catalogue"))
+    @precondition(lambda self: hasattr(self, "index"))
     @invariant()
     def time_passes(self) -> None:
         self.clock.now += 0.001

@@ -26,8 +26,8 @@ from kvkeep.store.tiers import (
     TierOptions,
     TierSpec,
 )
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import BlockWaits
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.tier_returns import TierReturns
 
@@ -55,7 +55,7 @@ class Tier:
 
     def __init__(self, **more: int | None) -> None:
         self.now = 1000.0
-        self.catalogue = Catalogue(POLICIES["returns"], clock=lambda: self.now, **more)
+        self.catalogue = Index(POLICIES["returns"], clock=lambda: self.now, **more)
         self.returns = TierReturns([self.catalogue], lambda: self.now)
 
     def request(self, one: Chain, ended: Ended | None, prompt: int | None = None) -> None:
@@ -231,16 +231,18 @@ def test_the_victim_is_worth_least(seed: int, ordered: int | None) -> None:
         ended = chance.choice((FAST, NEVER, None))
         tier.request(chain(*talk), ended)
         if len(tier.catalogue) > 14:
-            policy, waits = tier.catalogue._table.order.shared, tier.returns.waits
+            policy, waits = tier.catalogue._policy, tier.returns.waits
             assert waits is not None
             tier.now += 2.0  # as often as entries age
-            before = {**tier.catalogue._table.blocks}
+            before = {**tier.catalogue._blocks}
             (gone,) = tier.catalogue.victims(1)
             victim = before.pop(gone, None)
             if victim is None or victim.wait is None or ordered:
                 continue
             worth = -1.0 if victim.wait.over else waits.worth(victim.wait)
-            left = [one.wait for one in before.values() if one.evictable and one.wait]
+            left = [
+                one.wait for one in before.values() if not one.held and not one.pinned and one.wait
+            ]
             assert len(left) == len(policy)
             oldest: dict[int, Wait] = {}
             for wait in sorted([*left, victim.wait], key=lambda wait: wait.since):

@@ -17,7 +17,7 @@ from kvkeep.core.cost import best_prefix
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.store.tiers import Chain, TenantWeights
 from kvkeep.store.tiers import tiering as tiering_policy
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiering import Planner
 from kvkeep.store.tiers.two_queues import tier_policies
@@ -145,11 +145,11 @@ class TierSimulator:
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
-        self.memory.holds.hold_all(above, held)
+        self.memory.hold(above, held)
         try:
             count = self._fetch(blocks, levels)
         finally:
-            self.memory.holds.free_all(held)
+            self.memory.free(held)
         self._use(blocks[:count], stored=False)
         for block in self.planner.read(blocks[:count]):
             for level in self._below:
@@ -188,13 +188,13 @@ class TierSimulator:
                     if used:
                         self._demote_ahead()
                     level, run = self._place(blocks, len(used))
-                    admitted = self.planner.store(run)
+                    admitted = self.planner.store(run, new=level is None)
                     used += run
                     if not level:
-                        self.memory.holds.hold_all(self._copy_down(run, admitted), held)
+                        self.memory.hold(self._copy_down(run, admitted), held)
                 self._use(used, stored=True)
             finally:
-                self.memory.holds.free_all(held)
+                self.memory.free(held)
         self._demote_ahead()
 
     @contextmanager
@@ -253,7 +253,8 @@ class TierSimulator:
         if short > 0:
             self._evict(level, short)
             blocks = blocks[: room - catalogue.total_bytes]  # held blocks are not evicted
-        catalogue.add_all(blocks, 1)
+        for block in blocks:
+            catalogue.add(block, 1)
         one.writes += len(blocks)
 
     def _evict(self, level: int, needed: int) -> None:
@@ -312,7 +313,7 @@ class _SimulatedLevel:
         self, level: Level, clock: Callable[[], float], shares: TenantWeights | None
     ) -> None:
         self.level = level
-        self.catalogue = Catalogue(
+        self.catalogue = Index(
             tier_policies()[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
@@ -320,11 +321,11 @@ class _SimulatedLevel:
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
-        self.catalogue.holds.hold_all(blocks, self._held)
+        self.catalogue.hold(blocks, self._held)
 
     def free(self) -> None:
         """Allow all held blocks to be evicted again."""
-        self.catalogue.holds.free_all(self._held)
+        self.catalogue.free(self._held)
         self._held = []
 
 

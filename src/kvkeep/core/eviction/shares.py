@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
-    from typing import Any
 
     import numpy.typing as npt
 
@@ -31,12 +30,10 @@ class ShareClaim(NamedTuple):
     Attributes:
         weight: of its share.
         public: whether all tenants share what it stores; that is evicted last.
-        most: what it may store at most, in the unit of `Entry.size`; None: all.
     """
 
     weight: float = 1.0
     public: bool = False
-    most: int | None = None
 
 
 class Lane:
@@ -52,7 +49,7 @@ class Lane:
         self.tenant = tenant
         self.policy = policy
         self.claim = claim
-        self.ages = AgeQueue[float]()  # the candidates by last use
+        self.ages = AgeQueue[Any]()  # the candidates by last use
         self.size = 0
         self.item = 0
 
@@ -138,12 +135,8 @@ class Shares(EvictionPolicy):
 
     # --- tenants, which tiers tell by other means --------------------------------------------
 
-    def _tenant_of(self, entry: Entry) -> Hashable:
-        """Return whose entry it is."""
-        return entry.namespace
-
     def _claim_of(self, tenant: Hashable) -> ShareClaim:
-        """Return the claim of a tenant that `_tenant_of` returned."""
+        """Return the claim of a tenant, an `Entry.namespace`."""
         if tenant is None:
             return ShareClaim()
         space: Namespace = tenant  # type: ignore[assignment]
@@ -152,7 +145,7 @@ class Shares(EvictionPolicy):
     def _has_candidates(self, lane: Lane) -> bool:
         return len(lane.policy) > 0
 
-    def _age_of(self, entry: Entry) -> float:
+    def _age_of(self, entry: Entry) -> Any:
         """Return the last use of a candidate, by a clock of all tenants."""
         return entry.last_used
 
@@ -169,7 +162,7 @@ class Shares(EvictionPolicy):
         return lane
 
     def _lane_of(self, entry: Entry) -> Lane:
-        return self._lane(self._tenant_of(entry))
+        return self._lane(entry.namespace)
 
     def _emptied(self, lane: Lane) -> None:
         """Forget the lane of a tenant that stores nothing any longer."""
@@ -322,7 +315,7 @@ class Shares(EvictionPolicy):
             self._length -= 1
         return entry
 
-    def _keep(self, lane: Lane) -> tuple[float, float]:
+    def _keep(self, lane: Lane) -> tuple[float, Any]:
         """Return what the next victim of a lane is worth, and the last use of its oldest one."""
         oldest = lane.ages.oldest
         assert oldest is not None

@@ -24,7 +24,7 @@ from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.blocks.stats import closed_is_illegal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import RecordForms
@@ -58,12 +58,32 @@ class PositionPiece(NamedTuple):
     raw_bytes: int
 
 
-class Position(NamedTuple):
-    """A stored position, and all records that it needs, each with the fastest tier that has it."""
+class Position:
+    """A stored position.
 
-    tokens: int
-    pieces: list[PositionPiece]
-    levels: list[int]
+    Attributes:
+        tokens: before it.
+        levels: of its records, the fastest tier that has each.
+    """
+
+    __slots__ = ("_pieces", "levels", "tokens")
+
+    def __init__(
+        self,
+        tokens: int,
+        levels: list[int],
+        pieces: list[PositionPiece] | Callable[[], list[PositionPiece]],
+    ) -> None:
+        self.tokens = tokens
+        self.levels = levels
+        self._pieces = pieces
+
+    @property
+    def pieces(self) -> list[PositionPiece]:
+        """All records that it needs."""
+        if not isinstance(self._pieces, list):
+            self._pieces = self._pieces()
+        return self._pieces
 
 
 class Prompt:
@@ -249,6 +269,7 @@ class PositionFinder:
         self._first = prompt.start // prompt.size
         self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
+        self._leading: list[int | None] = []
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
         self._batches = 0
@@ -291,9 +312,10 @@ class PositionFinder:
                 levels = [
                     min(held) if held else None for held in self._tiered.holders(full[first:])
                 ]
-        leading = list(takewhile(lambda level: level is not None, levels))
-        self._levels |= zip(full[first:], leading, strict=False)
-        return first + len(leading)
+        self._leading = list(takewhile(lambda level: level is not None, levels))
+        if not self._names.forms.whole:
+            self._levels |= zip(full[first:], self._leading, strict=False)
+        return first + len(self._leading)
 
     # --- ends of blocks --------------------------------------------------------------------------
 
@@ -329,21 +351,26 @@ class PositionFinder:
 
     def _longest_tail(self, number: int) -> Position | None:
         """Return the longest position inside of block ``number``, whose beginning is stored."""
-        names, size = self._names, self._names.size
-        begin, knows = number * size, self._tiered.knows
-        rest = min(size - 1, len(names.row) - begin)
-        plain = names.forms.base is not None and names.forms.states is None
-        ends = names.tails(number) if plain and rest else []
-        for tokens in range(begin + rest, max(begin, self._start), -1):
-            asked = self._ask and tokens == len(names.row)  # one name, not one a token
-            if not asked and not any(
-                map(knows, [ends[tokens - begin - 1]] if plain else self._markers(tokens))
-            ):
-                continue
+        for tokens in self._ends(number):
             pieces = self._tail(tokens)
             if pieces is not None and (found := self._position(tokens, pieces)) is not None:
                 return found
         return None
+
+    def _ends(self, number: int) -> Iterator[int]:
+        """Yield where a position may be inside of block ``number``, the longest first."""
+        names, begin, knows = self._names, number * self._names.size, self._tiered.knows
+        most = min(names.size - 1, len(names.row) - begin)
+        least = max(0, self._start - begin)
+        if self._ask and most > least and begin + most == len(names.row):
+            yield begin + most  # it is asked for: one name, not one a token
+            most -= 1
+        if names.forms.base is not None and names.forms.states is None:
+            ends = names.tails(number) if most > least else []
+            yield from (begin + n for n in range(most, least, -1) if knows(ends[n - 1]))
+        else:
+            ahead = range(begin + most, begin + least, -1)
+            yield from (at for at in ahead if any(map(knows, self._markers(at))))
 
     def _markers(self, tokens: int) -> list[bytes]:
         """Return ids of which every position has one: of a state or window that ends there."""
@@ -427,12 +454,18 @@ class PositionFinder:
 
     def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
         """Return the position, None if it has no record: where chunks end, none may be needed."""
-        names = self._names
-        pieces = names.base_pieces(tokens, self._first) + windows
+        names, first = self._names, self._first
+        if names.forms.whole:
+            levels = self._leading
+            if tokens % names.size:
+                levels = [*levels, self._levels[names.end(tokens)]]
+            found = [level for level in levels if level is not None]
+            return Position(tokens, found, lambda: names.base_pieces(tokens, first))
+        pieces = names.base_pieces(tokens, first) + windows
         if names.forms.states is not None:
             pieces.append(names.state_piece(tokens))
         if not pieces:
             return None
         levels = [self._levels[piece.id] for piece in pieces]
         assert None not in levels
-        return Position(tokens, pieces, [level for level in levels if level is not None])
+        return Position(tokens, [level for level in levels if level is not None], pieces)

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.blocks.stats import Lookup, runs_of, seconds_of
@@ -66,6 +66,9 @@ class PromptRecords:
         if position is None:
             return Lookup(0, (), stored, miss)
         named = [tiers[level] for level in position.levels]
+        if self._forms.whole:
+            lengths = [*repeat(prompt.size, tokens // prompt.size), tokens % prompt.size]
+            return Lookup(tokens, runs_of(zip(named, lengths, strict=False)), miss=miss)
         parts = tokens_by_tier(zip(position.pieces, named, strict=True), tokens, 0)
         return Lookup(tokens, runs_of(parts), max(stored, tokens), miss)
 

@@ -166,7 +166,7 @@ class Transfers:
             choice = choose(load_pieces(position, prompt, tiered.names))
             position = _worth(tiered, position, choice)
             until, slower = _sooner(until, choice), choice.misses
-        tokens, pieces, levels = position
+        tokens, pieces, levels = position.tokens, position.pieces, position.levels
         if not pieces:
             miss = slower[0] if slower else first_miss(tiered, prompt, start, since)
             return Loaded(Get(None, 0, None, miss), slower=slower)
@@ -500,7 +500,7 @@ def _worth(tiered: TieredStore, position: Position, choice: LoadChoice) -> Posit
         tiered.relearn(
             [piece.id for piece in some], [piece.raw_bytes for piece in some], levels[at]
         )
-    return Position(pieces[at - 1].stop if at else 0, pieces[:at], levels[:at])
+    return Position(pieces[at - 1].stop if at else 0, levels[:at], pieces[:at])
 
 
 def _read(

@@ -20,8 +20,8 @@ front.py         what both have in common; reserving.py: room for records
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 known.py         which blocks the tier holds and may serve
-catalogue.py     known blocks: block_table.py, eviction_order.py, packed.py;
-                 tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
+index.py         which blocks it has, and their eviction order; cold_blocks.py: many in little
+                 memory; tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q
 listing.py       keeps the catalogue in step with the backend; evicts within budget and quotas
 record.py        format of a stored block; record_codec.py: encodes, verifies and decodes it
 opening.py       opens tiers from URLs

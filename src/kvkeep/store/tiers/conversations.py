@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.returns import Ended, Returns, Wait
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.store.tiers.index import IndexedBlock
 
 __all__ = ["BlockWaits", "Chain", "Conversations"]
 
@@ -392,6 +393,17 @@ class BlockWaits:
         if len(live) <= 1:
             return (live[0] if live else None), len(live)
         return max(reversed(live), key=self.worth), len(live)
+
+    def outlives(self, entry: IndexedBlock) -> bool:
+        """Take over another wait at a victim's block if it is worth more by now; whether it is."""
+        wait, others = self.best(entry.block)
+        known = entry.wait
+        if wait is None or wait is known or others < 2:
+            return False
+        if known is not None and not known.over and self.worth(wait) <= self.worth(known):
+            return False
+        entry.wait, entry.followers = wait, others
+        return True
 
     def worth(self, wait: Wait) -> float:
         """Return what keeping KV for the end of ``wait`` is worth now; see `Returns.worth`."""

@@ -13,14 +13,14 @@ from kvkeep.store.tiers.memory import MemoryTier
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.store.tiers.catalogue import Catalogue
+    from kvkeep.store.tiers.index import Index
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.shared_memory import SharedMemoryTier, SharedOrder
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
     FrontMemory = MemoryTier | SharedMemoryTier
-    FrontOrder = Catalogue | SharedOrder
+    FrontOrder = Index | SharedOrder
 
 __all__ = ["FrontMemory", "FrontOrder", "open_front"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.eviction import LRU
 from kvkeep.store.backends.arena import Arena
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.reserving import Reserving
@@ -89,7 +89,7 @@ class MemoryTier:
         spec: what to open.
         losses: records which blocks it lost, and why.
         evicted: called with each block that was deleted to make room at once.
-        shares: weights of tenants; see `Catalogue`.
+        shares: weights of tenants; see `Index`.
 
     Attributes:
         leaving_bytes: bytes of blocks that `leave` returned and that are still here.
@@ -107,7 +107,7 @@ class MemoryTier:
         assert spec.backend.scheme == "memory"
         self.backend: MemoryBackend = spec.backend  # type: ignore[assignment]
         self.capacity = self.backend.arena.size
-        self.catalogue = Catalogue(spec.policy, ttl=spec.ttl, budget=self.capacity, shares=shares)
+        self.catalogue = Index(spec.policy, ttl=spec.ttl, budget=self.capacity, shares=shares)
         self.counters = TierCounters()
         self.losses = LossLog() if losses is None else losses
         self.leaving_bytes = 0

@@ -99,11 +99,12 @@ class Moves:
         wait: float | None,
         prompt: TierWrites | None,
     ) -> bool:
-        block, holds = operation.block, self.memory.catalogue.holds
-        holds.hold(block)
+        block, index = operation.block, self.memory.catalogue
+        held: list[bytes] = []
+        index.hold([block], held)
 
         def free() -> None:
-            holds.free(block)
+            index.free(held)
             if lease is not None:
                 lease.release()
 

@@ -84,7 +84,7 @@ class TierWrites:
         fits = tier.catalogue.fits(blocks[0][:SPACE_BYTES]) if blocks else 0
         held: list[bytes] = []
         try:
-            tier.catalogue.holds.hold_all(blocks[:fits], held)
+            tier.catalogue.hold(blocks[:fits], held)
         finally:
             self._held.update(dict.fromkeys(held))
 
@@ -95,14 +95,14 @@ class TierWrites:
             self._unended += 1
             if block not in self._held:
                 self._held[block] = None
-                self._tier.catalogue.holds.ahead(block)
+                self._tier.catalogue.hold_ahead(block)
         return lambda saved: self._ended(block, saved=saved)
 
     def _ended(self, block: bytes, *, saved: bool) -> None:
         if not saved:
             with self._changed:
                 if self._held.pop(block, block) is None:
-                    self._tier.catalogue.holds.free(block)
+                    self._tier.catalogue.free([block])
         self.end()
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ class TierWrites:
             if self._added > 1:
                 self._tier.reorder(self._blocks)
         finally:
-            self._tier.catalogue.holds.free_all(held)
+            self._tier.catalogue.free(held)
 
     # --- called by writers -----------------------------------------------------------------------
 

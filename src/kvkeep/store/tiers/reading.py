@@ -261,12 +261,12 @@ class ReadRequest:
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
-        holds = self._levels.memory.catalogue.holds
+        index = self._levels.memory.catalogue
         try:
-            holds.hold_all(above, held)
+            index.hold(above, held)
             yield
         finally:
-            holds.free_all(held)
+            index.free(held)
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""

@@ -296,14 +296,11 @@ class SharedHolds:
         self._lock = threading.Lock()
         self._held: dict[bytes, list[Hold]] = {}
 
-    def hold(self, block: bytes) -> bool:
-        """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
-        held: list[bytes] = []
-        self.hold_all([block], held)
-        return bool(held)
+    def hold(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """Keep ``blocks`` from eviction until `free` was called as often.
 
-    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
-        """`hold` each of ``blocks``; those that are known are appended to ``held``."""
+        Those that are known are appended to ``held``.
+        """
         wanted = list(blocks)
         holds: list[Hold | None] = []
         with self._faults:
@@ -314,12 +311,8 @@ class SharedHolds:
                     self._held.setdefault(block, []).append(hold)
                     held.append(block)
 
-    def free(self, block: bytes) -> None:
-        """Undo one `hold`; does nothing if there is none."""
-        self.free_all([block])
-
-    def free_all(self, blocks: Iterable[bytes]) -> None:
-        """`free` each of ``blocks``."""
+    def free(self, blocks: Iterable[bytes]) -> None:
+        """Undo one hold of each of ``blocks``; those without are ignored."""
         ended: list[Hold] = []
         with self._lock:
             for block in blocks:
@@ -332,7 +325,7 @@ class SharedHolds:
             self._arena.release(ended)
 
 
-class SharedOrder:
+class SharedOrder(SharedHolds):
     """Which blocks are in the arena, and in which order they are evicted: by their last use.
 
     The order, the pins and the quotas are those of all processes. A use is a time in the arena, so
@@ -356,7 +349,7 @@ class SharedOrder:
 
     def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
         self.ttl = ttl
-        self.holds = SharedHolds(backend, faults)
+        super().__init__(backend, faults)
         self.hidden: set[bytes] = set()
         self._faults = faults
         self._backend = backend

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvkeep.core.returns import Returns
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.conversations import BlockWaits, Conversations
+from kvkeep.store.tiers.index import Index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -47,7 +47,7 @@ class TierReturns:
         returns = Returns() if returns is None else returns
         self.conversations = Conversations(returns, clock)
         # Memory that processes share has an order of its own.
-        tiers = [order for order in orders if isinstance(order, Catalogue)]
+        tiers = [order for order in orders if isinstance(order, Index)]
         self._tiers = [tier for tier in tiers if tier.awaits]
         self.waits = BlockWaits(returns, clock) if self._tiers else None
         for tier in self._tiers:

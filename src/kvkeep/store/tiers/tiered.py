@@ -307,8 +307,10 @@ class TieredStore(TieredReads):
         return written
 
     def used(self, blocks: Sequence[bytes]) -> None:
-        """Record in every level that a prompt used ``blocks``: they are evicted later."""
+        """Record in every level that a request used ``blocks``: they are evicted later."""
         self.check_open()
+        if self.policy.admit_after > 1:
+            self._levels.planner.read([block for block in blocks if self.knows(block)])
         self._levels.used(blocks)
 
     @property
@@ -359,7 +361,7 @@ class TieredStore(TieredReads):
             order.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
-        """Count a namespace for the share of ``tenant`` in each level; see `Catalogue`."""
+        """Count a namespace for the share of ``tenant`` in each level; see `Index`."""
         self.check_open()
         for order in self._orders:
             order.announce(space, tenant)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import POLICIES, AgeQueue, Entry, EvictionPolicy
-from kvkeep.store.tiers.eviction_order import OrderedBlock
+from kvkeep.store.tiers.index import IndexedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class TwoQ(EvictionPolicy):
 
     def add(self, entry: Entry) -> None:
         """Make ``entry`` a candidate; one that was evicted lately begins with a hit."""
-        if isinstance(entry, OrderedBlock) and entry.block in self._ghosts:
+        if isinstance(entry, IndexedBlock) and entry.block in self._ghosts:
             del self._ghosts[entry.block]
             entry.hits = entry.hits or 1
         again = entry.hits > 0
@@ -58,7 +58,7 @@ class TwoQ(EvictionPolicy):
             entry = self._queues[again].pop()
             if entry is not None:
                 self._sizes[again] -= entry.size
-                if isinstance(entry, OrderedBlock):
+                if isinstance(entry, IndexedBlock):
                     self._ghosts[entry.block] = None
                     if len(self._ghosts) > _REMEMBERED * self._most:
                         self._ghosts.popitem(last=False)
@@ -67,7 +67,7 @@ class TwoQ(EvictionPolicy):
 
     def put_back(self, entry: Entry) -> None:
         """Make the block just popped the oldest of its queue."""
-        if isinstance(entry, OrderedBlock):
+        if isinstance(entry, IndexedBlock):
             self._ghosts.pop(entry.block, None)
         self.add(entry)
 

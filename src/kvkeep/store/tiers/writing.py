@@ -40,6 +40,8 @@ class Written:
 class _Placement(Enum):
     """The result of placing a block in memory."""
 
+    NEW = auto()
+    """No level had it."""
     IN_MEMORY = auto()
     BELOW = auto()
     """It is in a lower tier only, and is not copied up."""
@@ -108,7 +110,7 @@ class StoreRequest:
         Later blocks of a prompt must not evict its beginning, because a prompt is found by its
         leading blocks only.
         """
-        holds = self._levels.memory.catalogue.holds
+        index = self._levels.memory.catalogue
         held: list[bytes] = []
         used: list[bytes] = []
         with PromptWrites(self._moves, blocks) as self._prompt:
@@ -118,19 +120,21 @@ class StoreRequest:
                         self._moves.demote_ahead()
                     placed, count = self._place(blocks, len(used))
                     run = blocks[len(used) : len(used) + count]
-                    admitted = self._levels.planner.store(run)
+                    admitted = self._levels.planner.store(
+                        run, new=placed in (_Placement.NEW, _Placement.NOWHERE)
+                    )
                     if placed is _Placement.NOWHERE:
                         break
                     used += run
                     if placed is not _Placement.BELOW:
                         try:
-                            holds.hold_all(self._copy_down(run, admitted), held)
+                            index.hold(self._copy_down(run, admitted), held)
                         finally:  # every write that needs the run in memory is queued
                             leases, self._leases = self._leases, ()
                             self._levels.memory.release_all(leases)
                 self._levels.used(used, stored=True)
             finally:
-                holds.free_all(held)
+                index.free(held)
         self._moves.demote_ahead()  # after all holds: any block may be moved to make room below
 
     def _place(self, blocks: Sequence[bytes], at: int) -> tuple[_Placement, int]:
@@ -168,7 +172,7 @@ class StoreRequest:
         if not self._leases:
             return _Placement.NOWHERE, 1
         self.written.kept += range(at, at + len(self._leases))
-        return _Placement.IN_MEMORY, len(self._leases)
+        return _Placement.NEW, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
         """Return the different blocks from ``at`` on that may be placed together, one at least.

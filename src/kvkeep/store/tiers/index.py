@@ -1,0 +1,727 @@
+"""`Index`: which blocks a place holds, and in which order they are evicted."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Final
+
+from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
+from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.cold_blocks import ColdBlock, ColdBlocks
+from kvkeep.store.tiers.tier_shares import TenantWeights, TierShares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from kvkeep.store.tiers.conversations import BlockWaits
+
+__all__ = ["Index", "IndexedBlock"]
+
+_AT_ONCE: Final = 1024  # blocks of a listing that are added under one hold of the lock
+_MOST_EXPIRED: Final = 1000  # blocks that are forgotten at once
+_ROUNDS: Final = 255
+_COOLED: Final = 32  # blocks that become cold at once
+_MANY: Final = 1024  # ends of pins, beyond which stale ones are dropped
+
+
+class IndexedBlock(Entry):
+    """A block that a policy orders; `size` is the bytes of its record.
+
+    Attributes:
+        used: last use, in Unix seconds; the time to live counts from it.
+        noted: the last use that was reported to the backend.
+        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
+        held: number of writers and requests that need it now.
+        round: number of the last listing that found it.
+    """
+
+    __slots__ = ("block", "held", "noted", "pinned", "round", "used")
+
+    def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
+        super().__init__()
+        self.block = block
+        self.size = size
+        self.used = self.noted = used
+        self.pinned = 0.0
+        self.held = 0
+        self.round = round_
+
+
+class Index:
+    """Block ids with sizes and last uses, ordered for eviction by a policy of the core.
+
+    A use of a prompt counts its blocks last to first (`used`), so that its end is evicted before
+    its beginning. Held and pinned blocks are not evicted. With ``shares`` each tenant has a policy,
+    and tenants above their shares give the victims. A namespace with a quota has a policy of its
+    own, too; of the candidates of several policies the one worth least is evicted, or the one used
+    least recently.
+
+    A block takes about half a kilobyte. ``ordered`` bounds the number of these: beyond it, the next
+    victims of the policy become cold, at 75 to 100 bytes each (`ColdBlocks`). Cold blocks are
+    evicted before all others of their policy, in the order in which they became cold; one that is
+    used, held or pinned is ordered by the policy again.
+
+    Thread safety: all methods, by one lock, under which no other is taken but that of the learner
+    of the policy `returns`. It is held for 1,024 blocks of a listing, and for a quarter of a second
+    where a million cold blocks are written anew. Cost: about a microsecond a block.
+
+    Arguments:
+        policy: makes the eviction policies.
+        ttl: seconds after its last use that a block expires; None: never.
+        clock: returns Unix seconds.
+        budget: bytes that the place may hold, if it has a budget.
+        ordered: see above; None: all.
+        unit: a record takes whole units of so many bytes in the backend; `victims` counts these.
+        shares: weights by which tenants share the place; None: they do not.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], EvictionPolicy],
+        *,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.time,
+        budget: int | None = None,
+        ordered: int | None = None,
+        unit: int = 1,
+        shares: TenantWeights | None = None,
+    ) -> None:
+        self.ttl = ttl
+        self.unit = unit
+        self.budget = budget
+        self.total_bytes = 0
+        """Bytes of all records."""
+        self._clock = clock
+        self._ordered = ordered
+        self._make = policy
+        self._lock = threading.Lock()  # all that follows
+        self._blocks: dict[bytes, IndexedBlock] = {}
+        self._cold = ColdBlocks()
+        self._policy = policy()
+        self._shares: TierShares | None = None
+        self._waiting: BlockWaits | None = None
+        self._taken = 0  # bytes of all records in whole units
+        self._spaces: dict[bytes, tuple[int, int]] = {}  # bytes of each namespace, and in units
+        self._quotas: dict[bytes, int] = {}
+        self._uses = 0  # so far: the order of uses at equal times
+        self._pinned_bytes = 0
+        self._pin_ends: list[tuple[float, bytes]] = []  # a heap; some are stale
+        self._many = _MANY
+        self._ahead: dict[bytes, int] = {}  # holds of blocks that are not added yet
+        self._filling = threading.Lock()  # one listing at a time; taken before the other lock
+        self._round = 1  # the number of the last listing
+        self._gone: set[bytes] | None = None  # blocks forgotten while a listing goes on
+        self.policy = self._policy.name
+        """The name of the policy."""
+        self.awaits = isinstance(self._policy, ReturnAware)
+        """Whether the policy orders by when conversations return."""
+        if shares is not None:
+            self._share(TierShares(policy, shares, budget, self._oldest_cold))
+
+    # --- queries ---------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._blocks) + len(self._cold)
+
+    def __contains__(self, block: object) -> bool:
+        entry = self._get(block)  # type: ignore[arg-type]
+        return entry is not None and not self._expired(entry)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned now."""
+        with self._lock:
+            self._unpin_ended()
+            return self._pinned_bytes
+
+    def size(self, block: bytes) -> int | None:
+        """Return the bytes of a record; None if it is unknown."""
+        entry = self._get(block)
+        return None if entry is None else entry.size
+
+    def expired_at(self, block: bytes) -> float | None:
+        """Return when ``block`` expired (Unix seconds); None if it is unknown or not expired."""
+        entry = self._get(block)
+        if entry is None or not self._expired(entry):
+            return None
+        return max(entry.used + (self.ttl or 0.0), entry.pinned)
+
+    def leading(self, blocks: Sequence[bytes]) -> int:
+        """Return how many leading ``blocks`` are here."""
+        there = self._blocks if self.ttl is None and not len(self._cold) else self
+        for count, block in enumerate(blocks):
+            if block not in there:
+                return count
+        return len(blocks)
+
+    def spaces(self) -> dict[bytes, int]:
+        """Return the bytes of each namespace."""
+        with self._lock:
+            return {space: size for space, (size, _) in self._spaces.items()}
+
+    def blocks(self, space: bytes = b"") -> list[bytes]:
+        """Return the ids of all blocks, or of those of one namespace."""
+        with self._lock:
+            every = [*self._blocks, *(row.block for row in self._cold)]
+            return [block for block in every if block.startswith(space)]
+
+    def may_free(self, needed: int) -> bool:
+        """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
+        with self._lock:
+            self._unpin_ended()
+            return self._taken - self._pinned_bytes >= needed
+
+    def fits(self, space: bytes) -> int | None:
+        """Return how many blocks of average size a namespace may have; None if that is unknown.
+
+        It is unknown without a budget, and while there are no blocks to take an average of.
+        """
+        with self._lock:
+            count = len(self)
+            if not count or not self.budget:
+                return None
+            fit = self.budget * count // self._taken
+            limit = self._quotas.get(space)
+            return fit if limit is None else min(fit, limit * count // self.total_bytes)
+
+    def now(self) -> float:
+        """Return the time of the index's clock, in Unix seconds."""
+        return self._clock()
+
+    # --- changes ---------------------------------------------------------------------------------
+
+    def add(self, block: bytes, size: int) -> None:
+        """Add or replace ``block`` of ``size`` bytes, last used now."""
+        with self._lock:
+            entry = self._ordered_block(block)
+            now = self._clock()
+            if entry is None:
+                self._count(block, 0, size)
+                entry = self._insert(IndexedBlock(block, size, now, self._round))
+            else:
+                self._dequeue(entry)
+                self._count(block, entry.size, size)
+                if entry.pinned:
+                    self._pinned_bytes += size - entry.size
+                entry.size, entry.used, entry.noted = size, now, now
+                entry.round = self._round
+                self._use(entry)
+            if self._ahead:
+                for _ in range(self._ahead.pop(block, 0)):
+                    self._hold(block)
+
+    def forget(self, block: bytes) -> bool:
+        """Remove ``block``; return whether it was known."""
+        with self._lock:
+            return self._forget(block)
+
+    def used(
+        self, blocks: Sequence[bytes], grain: float = 30.0, *, stored: bool = False
+    ) -> list[bytes]:
+        """Record a use of the ``blocks`` of a prompt; if it ``stored`` them it is no hit.
+
+        Returns the blocks, last to first, whose use should be reported to the backend (`touch`):
+        those whose last reported use is at least ``grain`` seconds old.
+        """
+        now = self._clock()
+        late = []
+        with self._lock:
+            for block in reversed(blocks):
+                entry = self._ordered_block(block)
+                if entry is None:
+                    continue
+                self._dequeue(entry)
+                entry.used = now
+                entry.hits += not stored
+                self._use(entry)
+                if not 0.0 <= now - entry.noted < grain:  # negative if the clock was set back
+                    entry.noted = now
+                    late.append(block)
+        return late
+
+    def unnoted(self) -> list[tuple[bytes, float]]:
+        """Return the uses not reported to the backend yet, oldest first; mark them as reported."""
+        with self._lock:
+            late = [entry for entry in self._blocks.values() if entry.used > entry.noted]
+            late.sort(key=lambda entry: entry.last_used)
+            for entry in late:
+                entry.noted = entry.used
+            return [(entry.block, entry.used) for entry in late]
+
+    def victims(
+        self, needed: int, space: bytes | None = None, expired: list[bytes] | None = None
+    ) -> list[bytes]:
+        """Forget and return blocks of ``needed`` bytes, in eviction order; fewer if none are left.
+
+        If the namespace ``space`` has a quota, only its blocks. If ``expired`` is given, expired
+        blocks are appended to it instead of being returned.
+        """
+        gone: list[bytes] = []
+        with self._lock:
+            self._unpin_ended()
+            owners: Iterator[Hashable] = repeat(None)
+            if self._shares is not None:
+                owners = self._shares.givers()
+                if space is not None and space in self._quotas:
+                    owners = repeat(self._shares.owner(space))
+            while needed > 0:
+                victim = next(owners, _NOBODY)
+                entry = None if victim is _NOBODY else self._pop(victim)
+                if entry is None:
+                    break
+                self._drop(entry)
+                needed -= self._takes(entry.size)
+                into = gone if expired is None or not self._expired(entry) else expired
+                into.append(entry.block)
+        return gone
+
+    def expired(self) -> list[bytes]:
+        """Forget and return expired blocks, 1,000 at most."""
+        if self.ttl is None:
+            return []
+        with self._lock:
+            late = (block for block, entry in self._blocks.items() if self._expired(entry))
+            old = list(islice(late, _MOST_EXPIRED))
+            if len(old) < _MOST_EXPIRED:
+                since = self._clock() - self.ttl
+                old += self._cold.unused_since(since, _MOST_EXPIRED - len(old))
+            for block in old:
+                self._forget(block)
+        return old
+
+    def fill(self, found: Iterable[tuple[bytes, int, float]]) -> list[bytes]:
+        """Take over a listing of the backend: (block, bytes, last use). Return the blocks it lacks.
+
+        Known blocks keep their place in the order and get the later time of use. New blocks follow
+        the cold ones, ordered by last use; the newest are not cold. Known blocks that are not
+        listed are forgotten. Blocks added during the listing stay; blocks forgotten during it stay
+        forgotten. If ``found`` raises, the blocks before that are taken over and none are
+        forgotten.
+
+        Listed blocks are known, and may be evicted, before ``found`` ends. Concurrent calls wait.
+        """
+        with self._filling:
+            with self._lock:
+                self._round = self._round % _ROUNDS + 1
+                self._cold.begin_listing()
+                self._gone = set()
+            try:
+                items = iter(found)
+                while some := list(islice(items, _AT_ONCE)):
+                    with self._lock:
+                        self._list(some)
+            finally:
+                self._order_listed()
+            with self._lock:
+                here = self._blocks.values()
+                gone = [entry.block for entry in here if entry.round != self._round]
+                gone += self._cold.not_listed(self._round)
+                for block in gone:
+                    self._forget(block)
+        return gone
+
+    # --- holds and pins --------------------------------------------------------------------------
+
+    def hold(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """Keep ``blocks`` from eviction until `free` was called as often.
+
+        Those that are known are appended to ``held``, one by one, so that a caller that is
+        interrupted knows what to free.
+        """
+        with self._lock:
+            held.extend(block for block in blocks if self._hold(block))
+
+    def hold_ahead(self, block: bytes) -> None:
+        """`hold` a block; if it is unknown, from the moment at which it is added."""
+        with self._lock:
+            if not self._hold(block):
+                self._ahead[block] = self._ahead.get(block, 0) + 1
+
+    def free(self, blocks: Iterable[bytes]) -> None:
+        """Undo one hold of each of ``blocks``; those that were forgotten meanwhile are ignored."""
+        with self._lock:
+            for block in blocks:
+                ahead = self._ahead.pop(block, 0)
+                if ahead > 1:
+                    self._ahead[block] = ahead - 1
+                entry = None if ahead else self._blocks.get(block)
+                if entry is not None and entry.held:
+                    entry.held -= 1
+                    self._enqueue(entry)
+
+    def give_up(self, blocks: Iterable[bytes], needed: int) -> list[bytes]:
+        """Forget the first of ``blocks`` that together free ``needed`` bytes; return them.
+
+        The caller has held each once. Blocks that others hold too, or that are pinned, are skipped.
+        If the rest is smaller than ``needed``, nothing is forgotten.
+        """
+        gone: list[bytes] = []
+        with self._lock:
+            for block in blocks:
+                entry = self._blocks.get(block)
+                if entry is not None and entry.held == 1 and not entry.pinned:
+                    gone.append(block)
+                    needed -= self._takes(entry.size)
+                    if needed <= 0:
+                        break
+            if needed > 0:
+                return []
+            for block in gone:
+                self._forget(block)
+        return gone
+
+    def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
+        """Pin those of ``blocks`` that are here, in order, for ``seconds``; return the pinned ones.
+
+        Stops before all pins together would cover more than ``most`` bytes.
+        """
+        until = self._clock() + seconds
+        pinned: list[bytes] = []
+        with self._lock:
+            self._unpin_ended()
+            for block in blocks:
+                entry = self._ordered_block(block)
+                if entry is None or self._expired(entry):
+                    continue
+                if not entry.pinned:
+                    if self._pinned_bytes + entry.size > most:
+                        break
+                    self._dequeue(entry)
+                    self._pinned_bytes += entry.size
+                self._pin(entry, max(entry.pinned, until))
+                pinned.append(block)
+        return pinned
+
+    def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """End the pins of ``blocks``; return the blocks that were pinned."""
+        with self._lock:
+            return [entry.block for entry in self._pinned_of(blocks) if self._unpin(entry)]
+
+    def pin_ends(self, blocks: Iterable[bytes]) -> dict[bytes, float]:
+        """Return those of ``blocks`` that are pinned, each with the time at which its pin ends."""
+        with self._lock:
+            return {entry.block: entry.pinned for entry in self._pinned_of(blocks)}
+
+    def restore_pins(self, blocks: Iterable[bytes], ends: Mapping[bytes, float]) -> None:
+        """Let the pins of ``blocks`` be as `pin_ends` returned them; end those it did not."""
+        with self._lock:
+            for entry in self._pinned_of(blocks):
+                end = ends.get(entry.block, 0.0)
+                if not end:
+                    self._unpin(entry)
+                elif end < entry.pinned:
+                    self._pin(entry, end)
+
+    # --- quotas and shares -----------------------------------------------------------------------
+
+    def set_quota(self, space: bytes, limit: int) -> None:
+        """Limit a namespace to ``limit`` bytes; see `over_quota`."""
+        with self._lock:
+            self._quotas[space] = limit
+            if self._shares is None:
+                self._share(TierShares(self._make, None, self.budget, self._oldest_cold))
+            assert self._shares is not None
+            self._regroup(space, self._shares.limited(space))
+
+    def over_quota(self, space: bytes, more: int) -> int:
+        """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
+        limit = self._quotas.get(space)
+        if limit is None:
+            return 0
+        if more > limit:
+            return -1
+        return max(0, self._spaces.get(space, (0, 0))[0] + more - limit)
+
+    def announce(self, space: bytes, tenant: str | None) -> None:
+        """Count a namespace for the share of ``tenant``; None: all tenants share its blocks.
+
+        Does nothing without shares. Call it before the namespace's first block is added; later
+        calls regroup its blocks, at the cost of a pass over all.
+        """
+        with self._lock:
+            if self._shares is not None and self._shares.fair:
+                self._regroup(space, self._shares.announced(space, tenant, self._spaces))
+
+    # --- conversations that wait -----------------------------------------------------------------
+
+    def attend(self, waiting: BlockWaits) -> None:
+        """Order blocks by who waits for them; for policies that `awaits`, before any block."""
+        with self._lock:
+            assert not len(self), "the waits of blocks that are ordered already"
+            self._waiting = waiting
+            first = self._policy if self._shares is None else self._shares.first
+            assert isinstance(first, ReturnAware)
+            first.attend(waiting.returns, waiting.clock)
+
+    def waits_changed(self, blocks: Sequence[bytes]) -> None:
+        """Order ``blocks`` of a prompt anew: waits at them began or are over.
+
+        Cost: two to three microseconds a block that is here.
+        """
+        with self._lock:
+            for block in reversed(blocks):
+                entry = self._blocks.get(block)
+                if entry is not None:
+                    self._dequeue(entry)
+                    self._enqueue(entry)
+
+    # --- internals, under the lock ---------------------------------------------------------------
+
+    def _get(self, block: bytes) -> IndexedBlock | ColdBlock | None:
+        """Return what is known of a block. Takes the lock itself, where there are cold ones."""
+        entry = self._blocks.get(block)
+        if entry is not None or not len(self._cold):
+            return entry
+        with self._lock:
+            return self._blocks.get(block) or self._cold.get(block)
+
+    def _expired(self, entry: IndexedBlock | ColdBlock) -> bool:
+        if self.ttl is None:
+            return False
+        now = self._clock()
+        if entry.used > now and isinstance(entry, IndexedBlock):
+            entry.used = now  # the clock was set back: the time to live starts again
+        return entry.used + self.ttl < now and entry.pinned < now
+
+    def _ordered_block(self, block: bytes) -> IndexedBlock | None:
+        """Return the entry of a block, which is not cold any longer; None if it is unknown."""
+        entry = self._blocks.get(block)
+        if entry is not None or not len(self._cold):
+            return entry
+        row = self._cold.take(block)
+        if row is None:
+            return None
+        return self._insert(IndexedBlock(block, row.size, row.used, row.round))
+
+    def _insert(self, entry: IndexedBlock) -> IndexedBlock:
+        """Order a new entry; if there are too many, others become cold."""
+        if self._ordered is not None and len(self._blocks) >= self._ordered:
+            owner = None if self._shares is None else self._shares.cooled(entry.block)
+            for _ in range(min(_COOLED, 1 + self._ordered // 16)):
+                other = self._pop_ordered(owner)
+                if other is None:
+                    break
+                self._cold.add(other.block, other.size, other.used, other.round)
+                del self._blocks[other.block]
+        self._blocks[entry.block] = entry
+        if self._shares is not None:
+            entry.namespace = self._shares.owner(entry.block)
+        self._use(entry)
+        return entry
+
+    def _use(self, entry: IndexedBlock) -> None:
+        """Make an entry, which is no candidate, the one used last."""
+        self._uses += 1
+        entry.last_used = self._uses
+        if self.awaits:
+            entry.wait = None  # it begins to wait now, unless a conversation waits there
+        self._enqueue(entry)
+
+    def _enqueue(self, entry: IndexedBlock) -> None:
+        """Make an entry a candidate for eviction, unless it is held or pinned."""
+        if entry.held or entry.pinned:
+            return
+        if self._waiting is not None:
+            wait, entry.followers = self._waiting.best(entry.block)
+            entry.wait = entry.wait if wait is None else wait
+        self._policy.add(entry)
+
+    def _dequeue(self, entry: IndexedBlock) -> None:
+        """End that an entry is a candidate, if it is one."""
+        if not entry.held and not entry.pinned:
+            self._policy.discard(entry)
+
+    def _pop(self, owner: Hashable) -> IndexedBlock | None:
+        """Remove the next victim of an owner from the order; return it, None if there is none."""
+        row = self._oldest_cold(owner)
+        if row is None:
+            return self._pop_ordered(owner)
+        self._cold.take(row.block)
+        return IndexedBlock(row.block, row.size, row.used, row.round)
+
+    def _pop_ordered(self, owner: Hashable) -> IndexedBlock | None:
+        while True:
+            entry = self._policy.pop() if self._shares is None else self._shares.pop_of(owner)
+            assert entry is None or isinstance(entry, IndexedBlock)
+            if entry is None or self._waiting is None or not self._waiting.outlives(entry):
+                return entry
+            self._policy.add(entry)
+
+    def _oldest_cold(self, owner: Hashable) -> ColdBlock | None:
+        """Return the oldest cold block of an owner, all without shares; None if there is none."""
+        if self._shares is None or not len(self._cold):
+            return self._cold.oldest()
+        spaces, others = self._shares.spaces_of(owner)
+        if not others and not self._cold.any_of(spaces):
+            return None
+        return self._cold.oldest(owner, spaces, others=others)
+
+    def _drop(self, entry: IndexedBlock) -> None:
+        """Forget an entry that is in no order any longer."""
+        self._blocks.pop(entry.block, None)
+        if self._gone is not None:
+            self._gone.add(entry.block)
+        if entry.pinned:
+            self._pinned_bytes -= entry.size
+        self._count(entry.block, entry.size, 0)
+
+    def _forget(self, block: bytes) -> bool:
+        if self._gone is not None:
+            self._gone.add(block)
+        entry = self._blocks.get(block)
+        if entry is not None:
+            self._dequeue(entry)
+            self._drop(entry)
+            return True
+        row = self._cold.take(block)
+        if row is not None:
+            self._count(block, row.size, 0)
+        return row is not None
+
+    def _hold(self, block: bytes) -> bool:
+        entry = self._ordered_block(block)
+        if entry is None:
+            return False
+        self._dequeue(entry)
+        entry.held += 1
+        return True
+
+    def _pin(self, entry: IndexedBlock, until: float) -> None:
+        entry.pinned = until
+        heapq.heappush(self._pin_ends, (until, entry.block))
+        if len(self._pin_ends) > self._many:
+            names = {block for _, block in self._pin_ends}
+            entries = (self._blocks.get(block) for block in names)
+            self._pin_ends = [(one.pinned, one.block) for one in entries if one and one.pinned]
+            heapq.heapify(self._pin_ends)
+            self._many = max(_MANY, 2 * len(self._pin_ends))
+
+    def _unpin(self, entry: IndexedBlock) -> bool:
+        """End the pin of an entry; return whether it had one."""
+        if not entry.pinned:
+            return False
+        self._pinned_bytes -= entry.size
+        entry.pinned = 0.0
+        self._enqueue(entry)
+        return True
+
+    def _unpin_ended(self) -> None:
+        """End the pins whose time is over."""
+        now = self._clock() if self._pin_ends else 0.0
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            entry = self._blocks.get(heapq.heappop(self._pin_ends)[1])
+            if entry is not None and entry.pinned <= now:
+                self._unpin(entry)
+
+    def _pinned_of(self, blocks: Iterable[bytes]) -> list[IndexedBlock]:
+        self._unpin_ended()
+        entries = (self._blocks.get(block) for block in blocks)
+        return [entry for entry in entries if entry is not None and entry.pinned]
+
+    def _list(self, some: Iterable[tuple[bytes, int, float]]) -> None:
+        """Take over blocks of a listing."""
+        cold: dict[bytes, tuple[int, float]] = {}
+        for block, size, used in some:
+            entry = self._blocks.get(block)
+            if entry is None:
+                if not self._gone or block not in self._gone or self._cold.get(block) is not None:
+                    cold[block] = size, used
+            else:
+                entry.round = self._round
+                if used > entry.used:
+                    entry.used = entry.noted = used
+        for block in self._cold.listed(cold, self._round):
+            self._count(block, 0, cold[block][0])
+
+    def _order_listed(self) -> None:
+        """End a listing: order what it found by last use, and let the policy order the newest."""
+        with self._lock:
+            self._gone = None
+            most = len(self._cold) if self._ordered is None else self._ordered
+            newest = self._cold.end_listing(most)
+        for start in range(0, len(newest), _AT_ONCE):
+            with self._lock:
+                for block in newest[start : start + _AT_ONCE]:
+                    self._ordered_block(block)
+
+    def _share(self, shares: TierShares) -> None:
+        """Give each tenant, or namespace with a quota, a policy of its own."""
+        entries = sorted(self._blocks.values(), key=lambda entry: entry.last_used)
+        for entry in entries:
+            self._dequeue(entry)
+        if self._waiting is not None:
+            assert isinstance(shares.first, ReturnAware)
+            shares.first.attend(self._waiting.returns, self._waiting.clock)
+        self._policy = self._shares = shares
+        self.policy = shares.first.name + "+shares" * shares.fair
+        for space, (_, taken) in self._spaces.items():
+            shares.resize(shares.owner(space), taken)
+        for entry in entries:
+            entry.namespace = shares.owner(entry.block)
+            self._enqueue(entry)
+
+    def _regroup(self, space: bytes, owner: Hashable) -> None:
+        """Let another owner have a namespace."""
+        shares = self._shares
+        assert shares is not None
+        before = shares.owner(space)
+        if before == owner:
+            shares.own(space, owner)  # it may not be in the table yet
+            return
+        mine = [entry for entry in self._blocks.values() if entry.block.startswith(space)]
+        for entry in mine:
+            self._dequeue(entry)
+        taken = self._spaces.get(space, (0, 0))[1]
+        shares.resize(before, -taken)
+        shares.own(space, owner)
+        shares.resize(owner, taken)
+        self._cold.regroup()
+        for entry in sorted(mine, key=lambda entry: entry.last_used):
+            entry.namespace = owner
+            self._enqueue(entry)
+
+    def _takes(self, size: int) -> int:
+        """Return ``size`` in whole units of the backend."""
+        return -(-size // self.unit) * self.unit
+
+    def _count(self, block: bytes, before: int, after: int) -> None:
+        """Count a block whose bytes change; 0: it is not here."""
+        more, taken = after - before, self._takes(after) - self._takes(before)
+        space = block[:SPACE_BYTES]
+        self.total_bytes += more
+        self._taken += taken
+        size, of_space = self._spaces.get(space, (0, 0))
+        if size + more:
+            self._spaces[space] = size + more, of_space + taken
+        else:
+            del self._spaces[space]
+        if self._shares is not None:
+            self._shares.resize(self._shares.owner(block), taken)
+
+    def check(self) -> None:
+        """Recount everything; an AssertionError is a bug of kvkeep."""
+        with self._lock:
+            self._cold.check()
+            entries, rows = self._blocks.values(), list(self._cold)
+            assert not self._blocks.keys() & {row.block for row in rows}
+            spaces: dict[bytes, tuple[int, int]] = {}
+            every: list[IndexedBlock | ColdBlock] = [*entries, *rows]
+            for one in every:
+                space = one.block[:SPACE_BYTES]
+                size, taken = spaces.get(space, (0, 0))
+                spaces[space] = size + one.size, taken + self._takes(one.size)
+            assert spaces == self._spaces
+            assert self.total_bytes == sum(size for size, _ in spaces.values())
+            assert self._taken == sum(taken for _, taken in spaces.values())
+            assert self._pinned_bytes == sum(one.size for one in entries if one.pinned)
+            candidates = [one for one in entries if not one.held and not one.pinned]
+            assert len(self._policy) == len(candidates)
+            if self._shares is not None:
+                in_units = {space: taken for space, (_, taken) in spaces.items()}
+                self._shares.recount(candidates, in_units)
+
+
+_NOBODY: Final = object()
