@@ -24,7 +24,7 @@ from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.blocks.stats import closed_is_illegal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import RecordForms
@@ -269,7 +269,7 @@ class PositionFinder:
         self._first = prompt.start // prompt.size
         self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
-        self._leading: list[int | None] = []
+        self._leading: list[int] = []
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
         self._batches = 0
@@ -307,12 +307,10 @@ class PositionFinder:
             return len(full)
         with closed_is_illegal():
             if self._ask:
-                levels: Sequence[int | None] = self._tiered.locate(full[first:], self._until)
+                self._leading = list(self._tiered.locate(full[first:], self._until))
             else:
-                levels = [
-                    min(held) if held else None for held in self._tiered.holders(full[first:])
-                ]
-        self._leading = list(takewhile(lambda level: level is not None, levels))
+                held = takewhile(bool, self._tiered.holders(full[first:]))
+                self._leading = [min(levels) for levels in held]
         if not self._names.forms.whole:
             self._levels |= zip(full[first:], self._leading, strict=False)
         return first + len(self._leading)
@@ -456,11 +454,10 @@ class PositionFinder:
         """Return the position, None if it has no record: where chunks end, none may be needed."""
         names, first = self._names, self._first
         if names.forms.whole:
-            levels = self._leading
-            if tokens % names.size:
-                levels = [*levels, self._levels[names.end(tokens)]]
-            found = [level for level in levels if level is not None]
-            return Position(tokens, found, lambda: names.base_pieces(tokens, first))
+            leading = self._leading
+            if tokens % names.size and (level := self._levels[names.end(tokens)]) is not None:
+                leading = [*leading, level]
+            return Position(tokens, leading, lambda: names.base_pieces(tokens, first))
         pieces = names.base_pieces(tokens, first) + windows
         if names.forms.states is not None:
             pieces.append(names.state_piece(tokens))
