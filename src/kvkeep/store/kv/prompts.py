@@ -214,7 +214,7 @@ def load_pieces(position: Position | None, prompt: Prompt, tiers: Sequence[str])
 
     Of blocks of all layers these are the runs of blocks in one tier; else the position as a whole.
     """
-    if position is None:
+    if position is None or not position.pieces:
         return []
     start, runs = prompt.start, list[LoadPiece]()
     tier_bytes: dict[str, int] = {}
