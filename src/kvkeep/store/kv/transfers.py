@@ -55,7 +55,9 @@ class Get(_KVAndTokens):
     exact: int | None
     miss: Miss | None
 
-    def __new__(cls, kv: KV | None, tokens: int, exact: int | None, miss: Miss | None) -> Self:
+    def __new__(
+        cls, kv: KV | None, tokens: int, exact: int | None = None, miss: Miss | None = None
+    ) -> Self:
         """Return the pair with its attributes."""
         result = super().__new__(cls, kv, tokens)
         result.exact, result.miss = exact, miss
@@ -392,7 +394,7 @@ class Transfers:
         """
         until, start = _until(deadline), prompt.start
         finder = PositionFinder(tiered, prompt, until=until)
-        nothing = Loaded(Get(None, 0, None, None))
+        nothing = Loaded(Get(None, 0))
         for _ in range(_TRIES):
             position = finder.longest()
             if position is None:
