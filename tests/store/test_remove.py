@@ -496,7 +496,7 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
         seen: set[str] = set()
         faults: list[BaseException] = []
         blocks = store._names_of(None).full(np.array(LONG, np.int32))
-        sizes = store._whole._form.sizes([SIZE] * len(blocks))
+        sizes = [SIZE * GQA.bytes_per_token] * len(blocks)
         rows = {
             name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))
         }
@@ -541,8 +541,9 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
 
 def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
     """A block's bytes as they lie in a tier."""
-    raw = bytearray(store._whole._form.raw_bytes(len(rows)))
-    store._whole._form.write(given(GQA, rows), memoryview(raw), len(rows))
+    form = store._forms.base
+    raw = bytearray(form.raw_bytes(len(rows)))
+    form.write(given(GQA, rows), 0, len(rows), memoryview(raw))
     return bytes(raw)
 
 

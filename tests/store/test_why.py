@@ -73,6 +73,7 @@ def misses(store: KVStore, tokens: Any, **more: Any) -> tuple[Any, ...]:
 def test_a_miss_says_why() -> None:
     with small(3) as store:
         assert misses(store, prompt(10)) == (0, 4, "", "never", "")
+        assert misses(store, prompt(10), pays=True) == (0, 4, "", "never", "")
         put(store, prompt(12))
         assert store.lookup(prompt(12)).miss is store.get(prompt(12)).miss is None
         assert misses(store, prompt(14)) == (12, 14, "", "never", "")

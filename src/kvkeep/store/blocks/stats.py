@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep, number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.store.tiers import Miss, TieredStore, TierStats
 
@@ -26,13 +25,15 @@ __all__ = [
 ]
 
 
-@contextmanager
-def closed_is_illegal() -> Iterator[None]:
+class closed_is_illegal:  # noqa: N801 - it reads as a context manager
     """Raise `IllegalStep` if another thread closed the store during the operation."""
-    try:
-        yield
-    except BackendFailed as error:
-        raise IllegalStep("the store was closed by another thread") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BackendFailed):
+            raise IllegalStep("the store was closed by another thread") from error
 
 
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:

@@ -10,9 +10,8 @@ from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, check_type, switch, told, whole
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.blocks.shared import places_of
-from kvkeep.store.kv.forms import Form
+from kvkeep.store.kv.forms import RecordForms
 from kvkeep.store.kv.names import store_namespace
-from kvkeep.store.kv.records import RecordForms
 from kvkeep.store.tiers import Inclusive, TenantWeights, TieringPolicy
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class StoreConfig:
     Attributes:
         geometry: of the model.
         layout: of the caller's tensors.
-        form: both, for blocks of all layers; or the forms of records of snapshots.
+        forms: of records.
         namespace: model, revision, tenant, LoRA and rank, with the form and the block size.
         cost: learns what loading and computing take. Users of a shared store need not agree on it:
             the first one's is used.
@@ -60,7 +59,7 @@ class StoreConfig:
 
     geometry: KVGeometry
     layout: Layout
-    form: Form | RecordForms
+    forms: RecordForms
     block_tokens: int
     namespace: Namespace
     tiers: Sequence[str | Backend]
@@ -111,7 +110,7 @@ class StoreConfig:
                 )
             shares = dict(TenantWeights(shares).weights)
         block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
-        form = RecordForms(geometry, layout) if snapshots else Form(geometry, layout)
+        forms = RecordForms(geometry, layout, whole=not snapshots)
         namespace = store_namespace(
             geometry, layout, block_tokens,
             model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
@@ -120,7 +119,7 @@ class StoreConfig:
         return cls(
             geometry,
             layout,
-            form,
+            forms,
             block_tokens,
             namespace,
             tiers,
@@ -135,7 +134,7 @@ class StoreConfig:
         return {
             "geometry": self.geometry,
             "layout": self.layout,
-            "snapshots": isinstance(self.form, RecordForms),
+            "snapshots": not self.forms.whole,
             "block_tokens": self.block_tokens,
             "namespace": self.namespace,
             "tiers": places_of(self.tiers),
