@@ -168,7 +168,9 @@ def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterat
     root = getattr(root, "_orig_mod", root)  # what torch.compile wraps
     nodes = list(placed_modules(root))
     digests.read(
-        (join(path, name), value) for path, module in nodes for name, value in tensors_of(module)
+        (join(path, name), value)
+        for path, module in nodes
+        for name, value in tensors_of(module).items()
     )
     inside = above | {id(module) for _, module in nodes}
 
@@ -186,12 +188,12 @@ def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterat
         yield f"module {path!r} {kinds[kind]}"
         for name, value in sorted(attributes_of(module).items()):
             yield f"  {name}={writer.write(value)}"
-        for name, value in tensors_of(module):
+        for name, value in tensors_of(module).items():
             beside = {each: held for each, held in vars(value).items() if each not in NEUTRAL}
             yield f"  tensor {name!r} {digests.of(join(path, name), value)} {writer.write(beside)}"
         for name, value in sorted(_packed_of(module).items()):
             yield f"  saved {name!r} {writer.write(value)}"
-        for hook in hooks_of(module):
+        for hook in hooks_of(module).values():
             yield f"  hook {writer.write(hook)}"
         config = getattr(module, "config", None)
         if is_config(config):
@@ -199,10 +201,10 @@ def _tree_of(root: nn.Module, above: set[int], digests: TensorDigests) -> Iterat
             yield f"  config {configs.setdefault(id(config), len(configs))}"
             if first:
                 yield from _config_lines(config, writer)
-    for hook in hooks_of(None):
+    for hook in hooks_of(None).values():
         yield f"hook of every module {writer.write(hook)}"
-    patches = {name: value for place in patchable(kinds) for name, value in patches_in(*place)}
-    for name, value in sorted(patches.items()):
+    patches = [patch for place in patchable(kinds) for patch in patches_in(*place).items()]
+    for name, value in sorted(dict(patches).items()):
         yield f"patch {name} {writer.write(value)}"
     packages = {package_of(base) for kind in kinds for base in kind.__mro__}
     for package in _VERSIONED:
@@ -214,18 +216,17 @@ def _config_lines(config: Any, writer: ValueWriter) -> Iterator[str]:
     yield f"    class {writer.write(type(config))}"
     for name, value in sorted(config_of(config).items()):
         yield f"    {name}={writer.write(value)}"
-    yield f"    attention {writer.write(attention_of(config))}"
+    yield f"    attention {writer.write([*attention_of(config).values()])}"
 
 
-def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's own parameters and buffers, by name."""
     recomputed = _recomputed(module)
-    return [
-        (name, value)
-        for held in (module._parameters, module._buffers)
-        for name, value in held.items()
+    return {
+        name: value
+        for name, value in (module._parameters | module._buffers).items()
         if value is not None and name not in recomputed
-    ]
+    }
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -259,10 +260,10 @@ def hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
-def hooks_of(module: nn.Module | None) -> list[Any]:
-    """Return the hooks in `hook_tables` that do not come from a library."""
+def hooks_of(module: nn.Module | None) -> dict[int, Any]:
+    """Return the hooks in `hook_tables` that do not come from a library, numbered."""
     every = [hook for table in hook_tables(module) for hook in table.values()]
-    return [hook for hook in every if not is_library(hook)]
+    return dict(enumerate(hook for hook in every if not is_library(hook)))
 
 
 def settings() -> dict[str, object]:
@@ -292,15 +293,15 @@ def settings() -> dict[str, object]:
     }  # fmt: skip
 
 
-def attention_of(config: Any) -> list[Any]:
+def attention_of(config: Any) -> dict[str, Any]:
     """Return the functions that Transformers registered under the names in a configuration."""
-    registered = []
-    for module, name in _REGISTERS:
-        register = getattr(sys.modules.get(module), name, None)
-        if register is not None:
-            key = getattr(config, "_attn_implementation", None)
-            registered.append(register.get(key) if isinstance(key, str) else None)
-    return registered
+    key = getattr(config, "_attn_implementation", None)
+    registers = {name: getattr(sys.modules.get(place), name, None) for place, name in _REGISTERS}
+    return {
+        name: register.get(key) if isinstance(key, str) else None
+        for name, register in registers.items()
+        if register is not None
+    }
 
 
 def patchable(kinds: Iterable[type]) -> list[tuple[str, Any]]:
@@ -318,18 +319,18 @@ def patchable(kinds: Iterable[type]) -> list[tuple[str, Any]]:
     ]
 
 
-def patches_in(name: str, place: Any) -> list[tuple[str, Any]]:
+def patches_in(name: str, place: Any) -> dict[str, Any]:
     """Return the functions from elsewhere in one of the places of `patchable`, by name.
 
     Such as ``LlamaMLP.forward = mine`` or ``modeling_llama.apply_rotary_pos_emb = mine``.
     """
-    return [
-        (f"{name}.{own}", value)
+    return {
+        f"{name}.{own}": value
         for own, value in vars(place).items()
         if isinstance(value, types.FunctionType | functools.partial | types.MethodType)
         and not is_library(value)
         and package_of(value) not in sys.stdlib_module_names
-    ]
+    }
 
 
 def _recomputed(module: nn.Module) -> frozenset[str]:

@@ -77,16 +77,16 @@ class ModelWatch:
         self._live: list[Any] = []
         self._computed: list[_Fact] = []  # of all else: read at each look
         self._add_modules("", root)
-        for hook in hooks_of(None):
+        for hook in hooks_of(None).values():
             self._follow("a hook of every module", hook)
         self._add("the setting of {name!r} was changed", settings)
-        self._add("the global forward hooks of torch were changed", partial(_hooks, None))
+        self._add("the global forward hooks of torch were changed", partial(hooks_of, None))
         kinds = {type(module) for module in self._modules.values()}
         for base in {base for kind in kinds for base in kind.__mro__}:
             if not base.__module__.startswith("torch."):
                 self._add("the code of {name} was replaced", partial(_methods, base), vars(base))
         for name, place in patchable(kinds):
-            patches = partial(_patches, name, place)
+            patches = partial(patches_in, name, place)
             self._add("the code of {name} was replaced", patches, vars(place))
         self._kinds = [*map(type, self._modules.values())]
         self._states = [_state(tensor) for _, tensor in self._tensors]
@@ -154,19 +154,19 @@ class ModelWatch:
             name = f"{above} › {path}" if above else path
             where = f"the module {name!r}" if name else "the model"
             self._modules[where] = module
-            attributes, tensors = partial(attributes_of, module), dict(tensors_of(module))
+            attributes, tensors = partial(attributes_of, module), partial(tensors_of, module)
+            hooks = partial(hooks_of, module)
             self._add(f"the attribute {{name!r}} of {where} was changed", attributes, vars(module))
-            replaced = f"a parameter or buffer of {where} was replaced"
             for held in (module._parameters, module._buffers):
-                self._add(replaced, partial(_tensors_by_name, module), held)
+                self._add(f"a parameter or buffer of {where} was replaced", tensors, held)
             children = module._modules
             self._add(f"a child module of {where} was replaced", partial(dict, children), children)
             for table in hook_tables(module):
-                self._add(f"{where} has other hooks", partial(_hooks, module), table)
-            for key, tensor in tensors.items():
+                self._add(f"{where} has other hooks", hooks, table)
+            for key, tensor in tensors().items():
                 self._follow(join(name, key), tensor)
             followed += [(join(name, key), value) for key, value in attributes().items()]
-            followed += [(name, hook) for hook in hooks_of(module)]
+            followed += [(name, hook) for hook in hooks().values()]
             followed.append((join(name, "config"), getattr(module, "config", None)))
         for name, value in followed:
             self._follow(name, value)
@@ -190,7 +190,7 @@ class ModelWatch:
             elif is_config(part):
                 self._add("config.{name} was changed", read, vars(part))
                 what = "another function is registered for the attention implementation"
-                self._add(what, partial(_attention, part))
+                self._add(what, partial(attention_of, part))
             elif parts and not isinstance(part, tuple):  # a tuple stays as it is
                 self._add(f"{name!r} holds something that was changed", read, _container(part))
             waiting += reversed([*parts, *parts.values()])
@@ -244,25 +244,9 @@ def _container(value: Any) -> Any:
     return None if package_of(type(value)) in LIBRARIES else vars(value)
 
 
-def _tensors_by_name(module: nn.Module) -> dict[str, Any]:
-    return dict(tensors_of(module))
-
-
-def _hooks(module: nn.Module | None) -> dict[int, Any]:
-    return dict(enumerate(hooks_of(module)))
-
-
-def _attention(config: Any) -> dict[int, Any]:
-    return dict(enumerate(attention_of(config)))
-
-
 def _methods(kind: type) -> dict[str, Any]:
     members = vars(kind).items()
     return {f"{kind.__qualname__}.{name}": value for name, value in members if callable(value)}
-
-
-def _patches(name: str, place: Any) -> dict[str, Any]:
-    return dict(patches_in(name, place))
 
 
 def _copied(members: Mapping[Any, Any]) -> dict[Any, Any]:
