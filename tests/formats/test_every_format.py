@@ -39,7 +39,7 @@ from kvkeep.store.backends.shm.layout import COLUMNS, Layout
 from kvkeep.store.codecs import BlockShape, codec_name, make_codec
 from kvkeep.store.codecs.encrypted import load_key
 from kvkeep.store.codecs.named import codec_of
-from kvkeep.store.identity.weights import weights_digest
+from kvkeep.store.identity.files import weights_digest
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
