@@ -75,6 +75,13 @@ class EvictionPolicy(TreeObserver, ABC):
         del entry
         return most
 
+    def peek(self) -> Entry | None:
+        """Return the entry that `pop` would return."""
+        entry = self.pop()
+        if entry is not None:
+            self.put_back(entry)
+        return entry
+
     def least(self) -> float | None:
         """Return the worth of the next victim, to compare tenants by; None: by its last use."""
         return None
