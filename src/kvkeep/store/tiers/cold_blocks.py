@@ -159,19 +159,12 @@ class ColdBlocks:
 
     def settle(self) -> bool:
         """Move 4,096 rows, if rows are to be moved; return whether there are more."""
-        return self._settle(self._logs)
-
-    def _settle(self, logs: list[_Log]) -> bool:
-        first = logs[0]
-        if len(logs) == 1 and first.holes <= first.live // 4 + _HOLES:
-            return False
-        if len(logs) == 1 or first.lacks(min(_STEP, logs[1].live)):
-            live = sum(log.live for log in logs)
-            logs.insert(0, _Log(live + live // 4 + _STEP // 4))
-        logs[0].extend(logs[1].drain())
-        if not logs[1].live:
-            del logs[1]
-        return len(logs) > 1
+        if len(self._logs) == 1:
+            log = self._logs[0]
+            if log.count - log.live <= log.live // 4 + _HOLES:
+                return False
+        live = sum(log.live for log in self._logs)
+        return _move(self._logs, live + max(live // 4, min(live, _STEP)))
 
     # --- listings --------------------------------------------------------------------------------
 
@@ -181,15 +174,17 @@ class ColdBlocks:
         Rows that are here keep their places, and get the later time of use.
         """
         for log in self._every():
-            rows = log.see(rows)
+            rows = log.see(rows) if log.live else rows
         if len(rows):
             self._extend(self._listed, rows)
-            self._settle(self._listed)
+            self.settle_listed()
         return rows
 
     def settle_listed(self) -> bool:
         """Move 4,096 of the listed rows, if they are in several logs; whether there are more."""
-        return len(self._listed) > 1 and self._settle(self._listed)
+        if len(self._listed) < 2:
+            return False
+        return _move(self._listed, 2 * sum(log.live for log in self._listed))
 
     def listed_times(self) -> npt.NDArray[np.float64]:
         """Return when the rows of a listing were used last, behind `settle_listed`."""
@@ -229,6 +224,19 @@ class ColdBlocks:
             log.check()
 
 
+def _move(logs: list[_Log], room: int) -> bool:
+    """Move 4,096 rows to the first log, which takes ``room`` rows if it has to be a new one.
+
+    Returns whether there are more.
+    """
+    if len(logs) == 1 or logs[0].lacks(min(_STEP, logs[1].live)):
+        logs.insert(0, _Log(room))
+    logs[0].extend(logs[1].drain())
+    if not logs[1].live:
+        del logs[1]
+    return len(logs) > 1
+
+
 class _Log:
     """Rows in the order in which they came, or in ``order``, and an open-addressed table of them.
 
@@ -237,21 +245,17 @@ class _Log:
 
     def __init__(self, room: int) -> None:
         self.live = 0
+        self.count = 0  # of rows, holes included
         self.order: npt.NDArray[np.intp] | None = None
         self._rows = bytearray()
-        self._count = 0  # of rows, holes included
         self._head = 0  # all before it, in order, are holes
         cells = max(64, 1 << (3 * room // 2).bit_length())
         self._table = array("i", bytes(4 * cells))  # row + 1; 0: none
         self._mask = cells - 1
 
-    @property
-    def holes(self) -> int:
-        return self._count - self.live
-
     def lacks(self, more: int) -> bool:
         """Whether there is no room for ``more`` rows; never behind those in `order`."""
-        return self.order is not None or 3 * (self._count + more) > 2 * len(self._table)
+        return self.order is not None or 3 * (self.count + more) > 2 * len(self._table)
 
     def columns(self) -> Rows:
         """All rows; while the array lives, no row can be added."""
@@ -283,15 +287,15 @@ class _Log:
         while table[cell]:
             cell = (cell + 1) & mask
         self._rows += _ROW.pack(block, size, used, number & 0xFFFFFFFF, round_)
-        self._count += 1
+        self.count += 1
         self.live += 1
-        table[cell] = self._count
+        table[cell] = self.count
 
     def extend(self, rows: Rows) -> None:
         cells = self._cells(rows)
-        numbers = np.arange(self._count + 1, self._count + 1 + len(rows), dtype=np.int32)
+        numbers = np.arange(self.count + 1, self.count + 1 + len(rows), dtype=np.int32)
         self._rows += rows.tobytes()
-        self._count += len(rows)
+        self.count += len(rows)
         self.live += len(rows)
         table = np.frombuffer(self._table, np.int32)
         while len(numbers):  # of several rows that find a cell free, one gets it
@@ -329,7 +333,7 @@ class _Log:
         """Return the number of the first row, -1 if there is none."""
         order, rows = self.order, self._rows
         for _ in range(_NEAR):
-            if self._head >= self._count:
+            if self._head >= self.count:
                 return -1
             at = self._head if order is None else int(order[self._head])
             if rows[at * _BYTES + _ROUND_AT]:
@@ -337,17 +341,17 @@ class _Log:
             self._head += 1
         rounds = self.columns()["round"]
         ahead = (rounds if order is None else rounds[order])[self._head :]
-        self._head = self._head + int((ahead != _HOLE).argmax()) if self.live else self._count
+        self._head = self._head + int((ahead != _HOLE).argmax()) if self.live else self.count
         return self.first()
 
     def drain(self) -> Rows:
         """Remove and return 4,096 rows in order, or those that are left."""
         if self.first() < 0:
             return np.empty(0, _COLUMNS)
-        begin, self._head = self._head, min(self._head + _STEP, self._count)
-        numbers = np.arange(begin, self._head) if self.order is None else None
-        numbers = self.order[begin : self._head] if numbers is None else numbers
-        return self._remove(numbers)
+        begin, self._head = self._head, min(self._head + _STEP, self.count)
+        if self.order is None:
+            return self._remove(np.arange(begin, self._head))
+        return self._remove(self.order[begin : self._head])
 
     def split(self, space: bytes) -> Rows:
         """Remove and return the rows of a namespace."""
@@ -364,10 +368,11 @@ class _Log:
         return rows
 
     def _cells(self, rows: Rows) -> npt.NDArray[np.intp]:
-        return rows["hash"].astype(np.intp) & self._mask
+        hashes: npt.NDArray[np.uint32] = rows["hash"]
+        return hashes.astype(np.intp) & self._mask
 
     def check(self) -> None:
-        assert len(self._rows) == self._count * _BYTES
-        assert sum(map(bool, self._table)) == self._count
+        assert len(self._rows) == self.count * _BYTES
+        assert sum(map(bool, self._table)) == self.count
         assert self.live == int((self.columns()["round"] != _HOLE).sum())
-        assert self.order is None or len(self.order) == self._count
+        assert self.order is None or len(self.order) == self.count

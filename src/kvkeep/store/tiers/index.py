@@ -10,50 +10,26 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
+from kvkeep.core.eviction import ReturnAware
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.cold_blocks import ids_of, rows_of
-from kvkeep.store.tiers.tier_shares import TierShares
+from kvkeep.store.tiers.tier_shares import IndexedBlock, TierShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.tiers.cold_blocks import ColdBlock, Rows
     from kvkeep.store.tiers.conversations import BlockWaits
     from kvkeep.store.tiers.tier_shares import TenantWeights, TierLane
 
-__all__ = ["Index", "IndexedBlock"]
+__all__ = ["Index"]
 
 _AT_ONCE: Final = 1024  # blocks of a listing that are added under one hold of the lock
 _MOST_EXPIRED: Final = 1000  # blocks that are forgotten at once
 _ROUNDS: Final = 255
 _COOLED: Final = 32  # blocks that become cold at once
 _MANY: Final = 1024  # ends of pins, beyond which stale ones are dropped
-
-
-class IndexedBlock(Entry):
-    """A block that a policy orders; `size` is the bytes of its record.
-
-    Attributes:
-        used: last use, in Unix seconds; the time to live counts from it.
-        noted: the last use that was reported to the backend.
-        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
-        held: number of writers and requests that need it now.
-        lane: whose policy orders it.
-        round: number of the last listing that found it.
-    """
-
-    __slots__ = ("block", "held", "lane", "noted", "pinned", "round", "used")
-
-    def __init__(self, block: bytes, size: int, used: float, round_: int, lane: TierLane) -> None:
-        super().__init__()
-        self.block = block
-        self.lane = lane
-        self.size = size
-        self.used = self.noted = used
-        self.pinned = 0.0
-        self.held = 0
-        self.round = round_
 
 
 class Index:
@@ -203,11 +179,12 @@ class Index:
             now = self._clock()
             if entry is None:
                 lane = self._shares.lane_for(block)
-                self._count(lane, block, 0, size)
+                self._count(lane, block, size, self._takes(size))
                 entry = self._insert(IndexedBlock(block, size, now, self._round, lane))
             else:
                 self._dequeue(entry)
-                self._count(entry.lane, block, entry.size, size)
+                more = self._takes(size) - self._takes(entry.size)
+                self._count(entry.lane, block, size - entry.size, more)
                 if entry.pinned:
                     self._pinned_bytes += size - entry.size
                 entry.size, entry.used, entry.noted = size, now, now
@@ -574,7 +551,7 @@ class Index:
             self._gone.add(entry.block)
         if entry.pinned:
             self._pinned_bytes -= entry.size
-        self._count(entry.lane, entry.block, entry.size, 0)
+        self._count(entry.lane, entry.block, -entry.size, -self._takes(entry.size))
 
     def _forget(self, block: bytes) -> bool:
         if self._gone is not None:
@@ -588,7 +565,7 @@ class Index:
         row = None if lane is None else lane.cold.take(block)
         if lane is not None and row is not None:
             self._cold -= 1
-            self._count(lane, block, row.size, 0)
+            self._count(lane, block, -row.size, -self._takes(row.size))
         return row is not None
 
     def _hold(self, block: bytes) -> bool:
@@ -657,7 +634,7 @@ class Index:
             mine = (spaces == spaces[0]).all(axis=1)
             sizes = rows["size"][mine].astype(np.int64)
             taken = int((-(-sizes // self.unit)).sum()) * self.unit
-            self._count_all(lane, spaces[0].tobytes(), int(sizes.sum()), taken)
+            self._count(lane, spaces[0].tobytes(), int(sizes.sum()), taken)
             rows, spaces = rows[~mine], spaces[~mine]
 
     def _order_listed(self) -> None:
@@ -700,8 +677,9 @@ class Index:
         for entry in mine:
             self._dequeue(entry)
         lane.cold.extend(source.cold.split(space))
-        shares.resized(lane, taken)
-        shares.resized(source, -taken)
+        for one, more in ((lane, taken), (source, -taken)):
+            one.size += more
+            shares.level_changed(one, more)
         for entry in sorted(mine, key=lambda entry: entry.last_used):
             entry.lane = lane
             self._enqueue(entry)
@@ -710,13 +688,9 @@ class Index:
         """Return ``size`` in whole units of the backend."""
         return -(-size // self.unit) * self.unit
 
-    def _count(self, lane: TierLane, block: bytes, before: int, after: int) -> None:
-        """Count a block whose bytes change; 0: it is not here."""
-        taken = self._takes(after) - self._takes(before)
-        self._count_all(lane, block[:SPACE_BYTES], after - before, taken)
-
-    def _count_all(self, lane: TierLane, space: bytes, more: int, taken: int) -> None:
-        """Count bytes of a namespace that came or went, and in whole units."""
+    def _count(self, lane: TierLane, block: bytes, more: int, taken: int) -> None:
+        """Count bytes of a block, or of a namespace, that came or went, and in whole units."""
+        space = block[:SPACE_BYTES]
         self.total_bytes += more
         self._taken += taken
         size, of_space = self._spaces.get(space, (0, 0))
@@ -724,7 +698,9 @@ class Index:
             self._spaces[space] = size + more, of_space + taken
         else:
             del self._spaces[space]
-        self._shares.resized(lane, taken)
+        lane.size += taken
+        if self._shares.fair:
+            self._shares.level_changed(lane, taken)
 
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import repeat
-from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvkeep.core.eviction import Entry
 from kvkeep.core.eviction.shares import Lane, ShareClaim, Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.cold_blocks import ColdBlocks
@@ -14,10 +14,9 @@ from kvkeep.store.tiers.cold_blocks import ColdBlocks
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
-    from kvkeep.core.eviction import Entry, EvictionPolicy
-    from kvkeep.store.tiers.index import IndexedBlock
+    from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["TenantWeights", "TierLane", "TierShares"]
+__all__ = ["IndexedBlock", "TenantWeights", "TierLane", "TierShares"]
 
 _MOST_SPACES: Final = 1 << 14  # announced ones, beyond which those without blocks are forgotten
 
@@ -46,6 +45,31 @@ class _Owner(NamedTuple):
 
 
 _REST: Final = _Owner("", None)  # all spaces without a quota, where tenants have no shares
+
+
+class IndexedBlock(Entry):
+    """A block that a policy orders; `size` is the bytes of its record.
+
+    Attributes:
+        used: last use, in Unix seconds; the time to live counts from it.
+        noted: the last use that was reported to the backend.
+        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
+        held: number of writers and requests that need it now.
+        lane: whose policy orders it.
+        round: number of the last listing that found it.
+    """
+
+    __slots__ = ("block", "held", "lane", "noted", "pinned", "round", "used")
+
+    def __init__(self, block: bytes, size: int, used: float, round_: int, lane: TierLane) -> None:
+        super().__init__()
+        self.block = block
+        self.lane = lane
+        self.size = size
+        self.used = self.noted = used
+        self.pinned = 0.0
+        self.held = 0
+        self.round = round_
 
 
 class TierLane(Lane):
@@ -163,9 +187,8 @@ class TierShares(Shares):
         lane.item = 0 if self.fair else 1  # numbers rank lanes, where these have shares
         return lane
 
-    def resized(self, lane: TierLane, change: int) -> None:
-        """Count a change of the bytes that the blocks of a lane take."""
-        lane.size += change
+    def level_changed(self, lane: TierLane, change: int) -> None:
+        """Rank a lane whose ``size`` changed anew; one that stores nothing any longer goes."""
         if self.fair and change:
             if not lane.size:
                 self._emptied(lane)
@@ -187,46 +210,45 @@ class TierShares(Shares):
         return self._choose() if self.fair or len(self._lanes) > 1 else repeat(self._lanes[_REST])
 
     def _choose(self) -> Iterator[TierLane]:
-        while lanes := self._compared():
-            lane, rival = lanes[0], None
-            if len(lanes) > 1:
-                ranks = sorted((self._keep(lane), at) for at, lane in enumerate(lanes))
-                lane, rival = lanes[ranks[0][1]], ranks[1][0]
+        floor = 0.0
+        while True:
+            lanes: Iterable[Any] = self._givers() if self.fair else self._lanes.values()
+            ranks = sorted(
+                (rank, at, lane)
+                for at, lane in enumerate(lanes)
+                if (rank := self._first_of(lane)) is not None
+            )
+            if not ranks:
+                return
+            lane, rival = ranks[0][2], ranks[1][0] if len(ranks) > 1 else None
             yield lane
             if rival is not None:
-                floor = self._floor() if self.fair else 0.0
-                while lane.size > floor * lane.claim.weight and self._first_of(lane) <= rival:
+                floor = self._floor() * lane.claim.weight if self.fair else floor
+                while lane.size > floor and (rank := self._first_of(lane)) and rank <= rival:
                     yield lane
 
-    def _compared(self) -> list[TierLane]:
-        if self.fair:
-            return self._givers()  # type: ignore[return-value]
-        return [lane for lane in self._lanes.values() if self._has_candidates(lane)]
-
-    def _first_of(self, lane: TierLane) -> tuple[float, Any]:
-        """Return `_keep` of a lane, or the greatest value if it has no candidates."""
-        return self._keep(lane) if self._has_candidates(lane) else (inf, inf)
+    def _first_of(self, lane: Lane) -> tuple[float, float, int] | None:
+        """Return what ranks the next victim of a lane, the least first; None if it has none."""
+        assert isinstance(lane, TierLane)
+        row = lane.cold.oldest() if len(lane.cold) else None
+        if row is not None:
+            return 0.0, row.used, 0
+        worth = lane.policy.least()
+        if worth is not None:
+            return worth, 0.0, 0
+        entry = lane.policy.peek()
+        assert entry is None or isinstance(entry, IndexedBlock)
+        return None if entry is None else (0.0, entry.used, entry.last_used)
 
     def cooled(self, lane: TierLane) -> TierLane:
         """Return the lane whose next victims become cold before a block of ``lane`` is added."""
         if not self.fair:
             return lane
         lanes = [one for one in self._givers() if len(one.policy)]
-        return min(lanes, key=super()._keep) if lanes else lane  # type: ignore[return-value]
+        return min(lanes, key=self._keep) if lanes else lane  # type: ignore[return-value]
 
     def _has_candidates(self, lane: Lane) -> bool:
         return len(lane.policy) > 0 or len(lane.cold) > 0  # type: ignore[attr-defined]
-
-    def _age_of(self, entry: Entry) -> tuple[float, float]:
-        block: IndexedBlock = entry  # type: ignore[assignment]
-        return block.used, block.last_used
-
-    def _keep(self, lane: Lane) -> tuple[float, Any]:
-        row = lane.cold.oldest()  # type: ignore[attr-defined]
-        if row is not None:
-            return 0.0, (row.used, 0.0)
-        worth, age = super()._keep(lane)
-        return worth, age or (0.0, 0.0)
 
     def recount(self, candidates: Iterable[IndexedBlock], taken: Mapping[bytes, int]) -> None:
         """Recount everything; ``taken`` are the bytes of each space. May raise AssertionError."""

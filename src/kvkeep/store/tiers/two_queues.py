@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import POLICIES, AgeQueue, Entry, EvictionPolicy
-from kvkeep.store.tiers.index import IndexedBlock
+from kvkeep.store.tiers.tier_shares import IndexedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
