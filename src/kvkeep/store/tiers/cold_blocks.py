@@ -130,11 +130,10 @@ class ColdBlocks:
 
     def oldest(self) -> ColdBlock | None:
         """Return the oldest row, None if there is none."""
-        for log in self._every() if self._length else ():
-            at = log.first()
-            if at >= 0:
-                return log.row(at)
-        return None
+        if not self._length:
+            return None
+        logs = ((log, log.first()) for log in self._every())
+        return next((log.row(at) for log, at in logs if at >= 0), None)
 
     def pop(self) -> ColdBlock | None:
         """Remove and return the oldest row, None if there is none."""

@@ -465,8 +465,10 @@ class Index:
 
     def _look(self, block: bytes) -> IndexedBlock | ColdBlock | None:
         entry = self._blocks.get(block)
-        lane = None if entry is not None or not self._cold else self._shares.lane(block)
-        return entry if lane is None else lane.cold.get(block)
+        if entry is not None or not self._cold:
+            return entry
+        lane = self._shares.lane(block)
+        return None if lane is None else lane.cold.get(block)
 
     def _expired(self, entry: IndexedBlock | ColdBlock) -> bool:
         if self.ttl is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import repeat
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.eviction import Entry
@@ -44,6 +45,7 @@ class _Owner(NamedTuple):
     announced: bool = True
 
 
+_MOST: Final = (inf, 0.0, 0)  # behind all ranks of victims
 _REST: Final = _Owner("", None)  # all spaces without a quota, where tenants have no shares
 
 
@@ -210,27 +212,26 @@ class TierShares(Shares):
         return self._choose() if self.fair or len(self._lanes) > 1 else repeat(self._lanes[_REST])
 
     def _choose(self) -> Iterator[TierLane]:
-        floor = 0.0
         while True:
             lanes: Iterable[Any] = self._givers() if self.fair else self._lanes.values()
-            ranks = sorted(
-                (rank, at, lane)
-                for at, lane in enumerate(lanes)
-                if (rank := self._first_of(lane)) is not None
-            )
-            if not ranks:
+            least = rival = _MOST
+            giver: TierLane | None = None
+            for lane in lanes:
+                rank = self._first_of(lane)
+                if rank is not None and rank < least:
+                    least, rival, giver = rank, least, lane
+                elif rank is not None and rank < rival:
+                    rival = rank
+            if giver is None:
                 return
-            lane, rival = ranks[0][2], ranks[1][0] if len(ranks) > 1 else None
-            yield lane
-            if rival is not None:
-                floor = self._floor() * lane.claim.weight if self.fair else floor
-                while lane.size > floor and (rank := self._first_of(lane)) and rank <= rival:
-                    yield lane
+            yield giver
+            floor = self._floor() * giver.claim.weight if self.fair else 0.0
+            while giver.size > floor and (rank := self._first_of(giver)) and rank <= rival:
+                yield giver
 
-    def _first_of(self, lane: Lane) -> tuple[float, float, int] | None:
+    def _first_of(self, lane: TierLane) -> tuple[float, float, int] | None:
         """Return what ranks the next victim of a lane, the least first; None if it has none."""
-        assert isinstance(lane, TierLane)
-        row = lane.cold.oldest() if len(lane.cold) else None
+        row = lane.cold.oldest()
         if row is not None:
             return 0.0, row.used, 0
         worth = lane.policy.least()
