@@ -49,7 +49,7 @@ _LOG = logging.getLogger("kvkeep.tiers")
 _EXPIRE_EVERY = 60.0  # seconds
 _LISTING_SHARE = 20  # pause between two `expire`, in durations of the last listing
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
-ORDERED = 1 << 16
+ORDERED = 40_960
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
