@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.shm import clock
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.memory import MemoryLease
@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.backends.shm import ShmBackend
-    from kvkeep.store.backends.shm.core import Hold
+    from kvkeep.store.backends.shm.rows import Hold
     from kvkeep.store.tiers.memory import MemorySpec
 
 __all__ = ["SharedMemoryTier", "SharedOrder"]
 
 _AT_ONCE: Final = 256
-_NS: Final = 1_000_000_000
-_LONGEST: Final = 4e9  # seconds of a pin; the arena has no room for more
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
@@ -66,7 +64,6 @@ class SharedMemoryTier:
         self.catalogue = SharedOrder(self.backend, spec.ttl, self._faults)
         self.losses = LossLog() if losses is None else losses
         self._evicted = evicted
-        self._arena = self.backend.arena
         # block → holds of the records that are to be demoted, oldest first: a new record may leave,
         # too, while the one that it replaced is still being written
         self._leaving: dict[bytes, list[Hold]] = {}
@@ -79,14 +76,14 @@ class SharedMemoryTier:
     @property
     def leaving_bytes(self) -> int:
         """Bytes of blocks that any process is demoting, and that are still here."""
-        return self._arena.leaving_bytes
+        return self.backend.leaving_bytes
 
     def __contains__(self, block: object) -> bool:
         self._make_up()
         if self.catalogue.ttl is not None:
             return block in self._leaving or block in self.catalogue
         assert isinstance(block, bytes)
-        return self.catalogue.find(block) >= 0
+        return self.catalogue.find(block) is not None
 
     def lease(self, block: bytes) -> MemoryLease | None:
         """Return access to the record of ``block``, None if it is not here."""
@@ -113,8 +110,8 @@ class SharedMemoryTier:
         """Return how many leading ``blocks`` are not here."""
         if self.catalogue.ttl is not None:
             return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
-        entries = self.catalogue.find_all(blocks)
-        return next((at for at, entry in enumerate(entries) if entry >= 0), len(blocks))
+        records = self.catalogue.find_all(blocks)
+        return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
     def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
@@ -162,8 +159,8 @@ class SharedMemoryTier:
         self._make_up()
         chosen: list[tuple[bytes, Hold]] = []
         with self._faults:
-            chosen = self._arena.evict(needed, None, leave=True)
-        old = [(block, hold) for block, hold in chosen if self.catalogue.is_expired(hold[0])]
+            chosen = self.backend.evict(needed, leave=True)
+        old = [(block, hold) for block, hold in chosen if self.catalogue.is_expired(hold)]
         for block, hold in old:
             self._left(block, hold)
         if old:
@@ -187,7 +184,7 @@ class SharedMemoryTier:
 
     def _left(self, block: bytes, hold: Hold) -> None:
         with self._faults:
-            self.counters.count(evictions=int(self._arena.left(block, hold)))
+            self.counters.count(evictions=int(self.backend.end_leaving(hold)))
             return
         with self._lock:
             self._owed.append((block, hold))  # else nobody could ever evict it
@@ -225,7 +222,7 @@ class SharedMemoryTier:
 
     def _evict(self, needed: int, space: bytes | None = None) -> bool:
         """Delete victims at once; return whether there were any."""
-        victims = [block for block, _ in self._arena.evict(needed, space)]
+        victims = [block for block, _ in self.backend.evict(needed, space)]
         self.losses.note(victims, self.name, "evicted", self.catalogue.policy)
         for block in victims:
             self._evicted(block)
@@ -291,7 +288,7 @@ class SharedHolds:
     """
 
     def __init__(self, backend: ShmBackend, faults: ArenaFaults) -> None:
-        self._arena = backend.arena
+        self._backend = backend
         self._faults = faults
         self._lock = threading.Lock()
         self._held: dict[bytes, list[Hold]] = {}
@@ -307,7 +304,7 @@ class SharedHolds:
         wanted = list(blocks)
         holds: list[Hold | None] = []
         with self._faults:
-            holds = self._arena.hold_all(wanted)
+            holds = self._backend.hold_all(wanted)
         with self._lock:
             for block, hold in zip(wanted, holds, strict=False):
                 if hold is not None:
@@ -329,7 +326,7 @@ class SharedHolds:
                     if not holds:
                         del self._held[block]
         if ended:
-            self._arena.release(ended)
+            self._backend.release_holds(ended)
 
 
 class SharedOrder:
@@ -360,62 +357,55 @@ class SharedOrder:
         self.hidden: set[bytes] = set()
         self._faults = faults
         self._backend = backend
-        self._arena = backend.arena
-        self._books = backend.arena.books
 
     def __len__(self) -> int:
         return len(self._backend)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
-        entry = self.find(block)
-        return entry >= 0 and not self.is_expired(entry)
+        record = self.find(block)
+        return record is not None and not self.is_expired(record)
 
-    def find(self, block: bytes) -> int:
-        """Return the entry of ``block``, -1 if it is unknown or hidden."""
-        if block in self.hidden:
-            return -1
-        with self._faults:
-            return self._arena.find(block)
-        return -1
+    def find(self, block: bytes) -> Hold | None:
+        """Return the record of ``block``, None if it is unknown or hidden."""
+        return self.find_all([block])[0]
 
-    def find_all(self, blocks: Sequence[bytes]) -> list[int]:
+    def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
         """Return `find` of each block."""
         with self._faults:
-            entries = self._arena.find_all(blocks)
+            records = self._backend.find_all(blocks)
             if self.hidden:
-                hidden = [block in self.hidden for block in blocks]
-                return [-1 if no else one for one, no in zip(entries, hidden, strict=True)]
-            return entries
-        return [-1] * len(blocks)
+                for at, block in enumerate(blocks):
+                    if block in self.hidden:
+                        records[at] = None
+            return records
+        return [None] * len(blocks)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now, by any process."""
-        return self._arena.pins.bytes()
+        return self._backend.pinned_bytes
 
-    def is_expired(self, entry: int) -> bool:
-        """Whether the record of ``entry`` was not used for `ttl` seconds, and is not pinned."""
-        if self.ttl is None:
-            return False
-        now = clock.now()
-        ends = self._books.used[entry] + int(self.ttl * _NS)
-        return max(ends, self._books.pinned[entry]) < now
+    def _end(self, record: Hold) -> float:
+        """Return when a record expires, in Unix seconds."""
+        backend, ttl = self._backend, self.ttl or 0.0
+        return max(backend.used_at(record) + ttl, backend.pinned_until(record))
+
+    def is_expired(self, record: Hold) -> bool:
+        """Whether the record was not used for `ttl` seconds, and is not pinned."""
+        return self.ttl is not None and self._end(record) < time.time()
 
     def expired_at(self, block: bytes) -> float | None:
         """Return when ``block`` expired (Unix seconds); None if it is unknown or not expired."""
-        entry = self.find(block)
-        if entry < 0 or not self.is_expired(entry):
-            return None
-        ends = self._books.used[entry] + int((self.ttl or 0.0) * _NS)
-        return clock.to_unix(max(ends, self._books.pinned[entry]))
+        record = self.find(block)
+        return self._end(record) if record is not None and self.is_expired(record) else None
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
         count = 0
         for start in range(0, len(blocks), _AT_ONCE):
-            for entry in self.find_all(blocks[start : start + _AT_ONCE]):
-                if entry < 0 or (self.ttl is not None and self.is_expired(entry)):
+            for record in self.find_all(blocks[start : start + _AT_ONCE]):
+                if record is None or self.is_expired(record):
                     return count
                 count += 1
         return count
@@ -425,52 +415,47 @@ class SharedOrder:
     ) -> list[bytes]:
         """Record a use of the ``blocks`` of a prompt, for all processes; return no block."""
         del grain, stored
-        if blocks:
-            last = clock.now() + len(blocks)
-            entries = self.find_all(blocks)
-            self._arena.use(entries, range(last, last - len(blocks), -1))
+        with self._faults:
+            self._backend.touch(blocks[::-1])
         return []
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes, for all processes; see `over_quota`."""
-        self._arena.set_quota(space, limit)
+        self._backend.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Do nothing: tenants have no shares."""
 
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
-        return self._arena.quotas.over(space, more)
+        return self._backend.over_quota(space, more)
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
         """Pin those of ``blocks`` that are here, in order, for ``seconds``; return the pinned ones.
 
         The pins of all processes together cover ``most`` bytes at most.
         """
-        until = clock.now() + int(min(seconds, _LONGEST) * _NS)
         fresh = [block for block in blocks if block in self] if self.ttl is not None else blocks
         with self._faults:
-            return self._arena.pins.pin(fresh, until, most)
+            return self._backend.pin(fresh, time.time() + seconds, most)
         return []
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
         """End the pins of ``blocks``, whoever made them; return the blocks that were pinned."""
         with self._faults:
-            return self._arena.pins.set(dict.fromkeys(blocks, 0))
+            return self._backend.end_pins(dict.fromkeys(blocks, 0.0))
         return []
 
     def pin_ends(self, blocks: Iterable[bytes]) -> dict[bytes, float]:
         """Return those of ``blocks`` that are pinned, each with the time at which its pin ends."""
-        wanted = list(blocks)
-        now, pinned = clock.now(), self._books.pinned
+        wanted, now = list(blocks), time.time()
         return {
-            block: clock.to_unix(pinned[entry])
-            for block, entry in zip(wanted, self.find_all(wanted), strict=True)
-            if entry >= 0 and pinned[entry] > now
+            block: end
+            for block, record in zip(wanted, self.find_all(wanted), strict=True)
+            if record is not None and (end := self._backend.pinned_until(record)) > now
         }
 
     def restore_pins(self, blocks: Iterable[bytes], ends: Mapping[bytes, float]) -> None:
         """Let the pins of ``blocks`` be as `pin_ends` returned them; end those it did not."""
-        times = {block: clock.from_unix(ends[block]) if block in ends else 0 for block in blocks}
         with self._faults:
-            self._arena.pins.set(times)
+            self._backend.end_pins({block: ends.get(block, 0.0) for block in blocks})
