@@ -24,6 +24,7 @@ from kvkeep.store.backends import ALIGNMENT, TierURL
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.backends.shm import segment as at
+from kvkeep.store.backends.shm.lock import SLOTS
 from kvkeep.store.backends.shm.segment import Layout
 from kvkeep.store.tiers import open_backend
 from kvkeep.testing.backend_hooks import block_id, content
@@ -177,7 +178,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     ),
     "half a header": (lambda path: _sized(path, b"kvkeepS\n"), "does not begin as"),
     "another version": (
-        lambda path: _edited(path, 16, b"\2\0\0\0"), "checksum of its header is wrong",
+        lambda path: _edited(path, 8, b"\1\0\0\0"), "checksum of its header is wrong",
     ),
     "a later version": (
         lambda path: _edited(path, 0, _header(version=3)), r"has version 3; this kvkeep reads 2",
@@ -191,7 +192,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 def _header(version: int = 2, rows: int = 8) -> bytes:
     layout = Layout.of(8 * UNIT)
-    head = at._HEADER.pack(b"kvkeepS\n", version, at.SLOTS, 8 * UNIT, rows, layout.total)
+    head = at._HEADER.pack(b"kvkeepS\n", version, SLOTS, 8 * UNIT, rows, at.RECENT, layout.total)
     return head + at.zlib.crc32(head).to_bytes(4, "little")
 
 

@@ -18,6 +18,7 @@ from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.backends.shm import segment as at
+from kvkeep.store.backends.shm.lock import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -382,15 +383,15 @@ def test_a_fork_neither_uses_nor_keeps_the_lock(backend: ShmBackend, tmp_path: P
 def test_slots_are_taken_and_given_back(backend: ShmBackend, tmp_path: Path) -> None:
     with ShmBackend(CAPACITY, directory=str(tmp_path)) as other:
         words = backend._rows.words
-        slots = [words[at.SLOT_AT + slot] for slot in range(at.SLOTS)]
+        slots = [words[at.SLOT_AT + slot] for slot in range(SLOTS)]
         assert [pid for pid in slots if pid] == [os.getpid()] * 2
         other.put(A, memoryview(b"a"))
         assert text(backend, A) == b"a"
-    assert sum(map(bool, words[at.SLOT_AT : at.SLOT_AT + at.SLOTS].tolist())) == 1
+    assert sum(map(bool, words[at.SLOT_AT : at.SLOT_AT + SLOTS].tolist())) == 1
 
 
 def test_all_slots_can_be_open(tmp_path: Path) -> None:
-    opened = [ShmBackend(1 << 16, directory=str(tmp_path)) for _ in range(at.SLOTS)]
+    opened = [ShmBackend(1 << 16, directory=str(tmp_path)) for _ in range(SLOTS)]
     with pytest.raises(BackendFailed, match="256 processes"):
         ShmBackend(1 << 16, directory=str(tmp_path))
     last = opened.pop()

@@ -15,6 +15,7 @@ from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import segment as at
+from kvkeep.store.backends.shm.lock import SLOTS
 from kvkeep.store.backends.shm.rows import AT_ONCE, Rows, extent, from_unix, now, to_unix
 from kvkeep.store.backends.shm.segment import Layout, Warming, check_name, open_arena, path_of
 
@@ -293,16 +294,6 @@ class ShmBackend(InPlaceBackend):
                         rows.unname(there[0])
         return deleted
 
-    def list(self) -> Iterator[Listed]:
-        """Yield the records that exist now and still exist at their turn."""
-        self._check_open()
-        rows = self._rows
-        named = np.array(rows.named[: rows.words[at.HIGH]])  # a copy: others change the column
-        for row in np.flatnonzero(named).tolist():
-            item = Listed(rows.id_of(row), rows.size[row], to_unix(rows.used[row]))
-            if rows.named[row] == named[row]:  # else it changed meanwhile
-                yield item
-
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """Record the times of use, for all processes. Takes no lock.
 
@@ -418,7 +409,7 @@ class ShmBackend(InPlaceBackend):
     @property
     def leaving_bytes(self) -> int:
         """Bytes of the records that any process is demoting."""
-        return int(np.sum(self._rows.words[at.LEAVING_AT : at.LEAVING_AT + at.SLOTS]))
+        return int(np.sum(self._rows.words[at.LEAVING_AT : at.LEAVING_AT + SLOTS]))
 
     def _victims(self, needed: int, space: bytes | None) -> list[Victim]:
         """Return the next victims of a namespace, or of all, in the order of their last use.
@@ -593,3 +584,15 @@ class ShmBackend(InPlaceBackend):
             raise BackendFailed(
                 f"{self.describe()} is opened by the parent of this process; open it here"
             )
+
+    # The last, for the name hides the type.
+
+    def list(self) -> Iterator[Listed]:
+        """Yield the records that exist now and still exist at their turn."""
+        self._check_open()
+        rows = self._rows
+        named = np.array(rows.named[: rows.words[at.HIGH]])  # a copy: others change the column
+        for row in np.flatnonzero(named).tolist():
+            item = Listed(rows.id_of(row), rows.size[row], to_unix(rows.used[row]))
+            if rows.named[row] == named[row]:  # else it changed meanwhile
+                yield item

@@ -29,7 +29,7 @@ from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.shm import segment as at
-from kvkeep.store.backends.shm.segment import SLOTS
+from kvkeep.store.backends.shm.lock import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -233,8 +233,7 @@ class Rows:
             bits[slot >> 6] |= np.uint64(1 << (slot & 63))
         holders = np.asarray(self._holders).reshape(-1, _HOLDER_WORDS)[:rows]
         holders &= bits
-        nobody: np.ndarray = ~holders.any(1)
-        return nobody
+        return ~self.held(rows)
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -437,8 +436,7 @@ class Rows:
     def held(self, rows: int) -> np.ndarray:
         """Return which of the first ``rows`` any process holds."""
         holders = np.asarray(self._holders).reshape(-1, _HOLDER_WORDS)[:rows]
-        held: np.ndarray = holders.any(1)
-        return held
+        return np.asarray(holders.any(1))
 
     def is_held(self, row: int) -> bool:
         """Whether any process holds a row."""
@@ -625,7 +623,8 @@ class Rows:
     def _without_overlaps(self, rows: list[int]) -> list[int]:
         """Return ``rows`` by address, without those that share memory."""
         rows.sort(key=self.offset.__getitem__)
-        wrong, end, before = set(), 0, -1
+        wrong: set[int] = set()
+        end, before = 0, -1
         for row in rows:
             if self.offset[row] < end:
                 wrong.update((row, before))

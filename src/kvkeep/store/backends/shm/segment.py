@@ -100,7 +100,7 @@ COLUMNS: Final = dict.fromkeys(NUMBERS, 8) | {  # bytes of each row
 }
 
 _LOG = logging.getLogger("kvkeep.tiers")
-_HEADER: Final = struct.Struct("<8sIIQQQ")
+_HEADER: Final = struct.Struct("<8sIIQQQQ")
 _MAGIC: Final = b"kvkeepS\n"
 _VERSION: Final = 2
 _HUGE: Final = 2 << 20
@@ -164,7 +164,7 @@ class Layout:
 
     def header(self) -> bytes:
         """Return the header, without the zeros behind it."""
-        head = _HEADER.pack(_MAGIC, _VERSION, SLOTS, self.data_bytes, self.rows, self.total)
+        head = _HEADER.pack(_MAGIC, _VERSION, SLOTS, self.data_bytes, self.rows, RECENT, self.total)
         return head + zlib.crc32(head).to_bytes(4, "little")
 
     @classmethod
@@ -174,17 +174,17 @@ class Layout:
         Raises:
             NotAnArena: it is none, is damaged, or is of another version.
         """
-        if len(head) < _HEADER.size + 12 or not head.startswith(_MAGIC):
+        if len(head) < _HEADER.size + 4 or not head.startswith(_MAGIC):
             raise NotAnArena("it does not begin as an arena of kvkeep does")
-        _, version, slots, data, rows, total = _HEADER.unpack_from(head)
-        if version != _VERSION:
-            raise NotAnArena(f"its format has version {version}; this kvkeep reads {_VERSION}")
+        _, version, slots, data, rows, recent, total = _HEADER.unpack_from(head)
         check = int.from_bytes(head[_HEADER.size : _HEADER.size + 4], "little")
         if zlib.crc32(head[: _HEADER.size]) != check:
             raise NotAnArena("the checksum of its header is wrong")
+        if version != _VERSION:
+            raise NotAnArena(f"its format has version {version}; this kvkeep reads {_VERSION}")
         layout = cls(data, rows)
         fine = ALIGNMENT <= data < 1 << 50 and not data % ALIGNMENT and 0 < rows <= _MOST_ROWS
-        if not fine or slots != SLOTS or layout.total != total:
+        if not fine or (slots, recent, layout.total) != (SLOTS, RECENT, total):
             raise NotAnArena("the sizes in its header contradict each other")
         return layout
 
