@@ -19,6 +19,7 @@ import os
 import struct
 import threading
 import time
+from bisect import bisect_left
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 from zlib import crc32
@@ -49,7 +50,6 @@ _NS: Final = 1_000_000_000
 _FAR: Final = 4e9  # seconds from now, at most
 _REAP_EVERY: Final = 1.0  # seconds between two looks for dead processes, when room is short
 _LAST_GENERATION: Final = 1 << 62
-_NO_EXTENT: Final = 1 << 62
 _HOLDER_BYTES: Final = at.COLUMNS["holders"]
 _HOLDER_WORDS: Final = _HOLDER_BYTES // 8
 _NOBODY: Final = bytes(_HOLDER_BYTES)
@@ -121,6 +121,7 @@ class Rows:
             self.generation, self.named, self.offset, self.length, self.size, self.used,
             self.pinned, self._proof, self._free_offset, self._free_length,
         ) = numbers.values()  # fmt: skip
+        self._free_lengths = np.asarray(self._free_length)
         self._holders = columns["holders"].cast("Q")
         self._busy = columns["busy"]
         self.data = memory[layout.data_at : layout.total]
@@ -335,58 +336,53 @@ class Rows:
     # --- free memory -----------------------------------------------------------------------------
 
     def allocate(self, length: int) -> int:
-        """Take ``length`` bytes of the smallest free extent that has as many.
+        """Take ``length`` bytes of the first free extent that has as many.
 
         Returns the offset, -1 if there is none. Cost: some µs, and one more for each thousand free
         extents; so `free`.
         """
-        words = self.words
-        count = words[at.FREE_EXTENTS]
-        lengths = np.asarray(self._free_length)[:count]
-        if not len(lengths):
+        words, count = self.words, self.words[at.FREE_EXTENTS]
+        place = int((self._free_lengths[:count] >= length).argmax()) if count > 0 else 0
+        offset, rest = self._free_offset[place], self._free_length[place] - length
+        if count <= 0 or rest < 0:
             return -1
-        extent_at = int(np.where(lengths >= length, lengths, _NO_EXTENT).argmin())
-        rest = self._free_length[extent_at] - length
-        if rest < 0:
-            return -1
-        offset = self._free_offset[extent_at]
         if not 0 <= offset <= self.layout.data_bytes - length - rest or offset % ALIGNMENT:
             raise DamagedRows(f"a free extent begins at {offset}")
         if rest:
-            self._free_offset[extent_at] = offset + length
-            self._free_length[extent_at] = rest
+            self._free_offset[place], self._free_length[place] = offset + length, rest
         else:
-            self._drop_extent(extent_at)
+            self._replace_extents(place, place + 1)
         words[at.FREE_BYTES] -= length
         return offset
 
     def free(self, row: int) -> None:
         """End a row, and merge its memory with the free extents beside it."""
-        words = self.words
+        words, offsets, lengths = self.words, self._free_offset, self._free_length
         begin, length = self.offset[row], self.length[row]
-        end = begin + length
         self._busy[row] = 0
         self._proof[row] = -1
         words[at.BUSY] -= 1
         words[at.LOW] = min(words[at.LOW], row)
-        count = words[at.FREE_EXTENTS]
-        offsets = np.asarray(self._free_offset)[:count]
-        lengths = np.asarray(self._free_length)[:count]
-        beside = np.flatnonzero((offsets == end) | (offsets + lengths == begin))
-        for extent_at in beside[::-1].tolist():  # the last first: another takes its place
-            begin = min(begin, self._free_offset[extent_at])
-            end = max(end, self._free_offset[extent_at] + self._free_length[extent_at])
-            self._drop_extent(extent_at)
-        count = words[at.FREE_EXTENTS]
-        self._free_offset[count], self._free_length[count] = begin, end - begin
-        words[at.FREE_EXTENTS] = count + 1
+        count, end = words[at.FREE_EXTENTS], begin + length
+        first = behind = bisect_left(offsets, begin, 0, count)
+        if behind < count and offsets[behind] == end:
+            end, behind = end + lengths[behind], behind + 1
+        if first and offsets[first - 1] + lengths[first - 1] == begin:
+            first -= 1
+            begin = offsets[first]
+        self._replace_extents(first, behind, (begin, end - begin))
         words[at.FREE_BYTES] += length
 
-    def _drop_extent(self, extent_at: int) -> None:
-        last = self.words[at.FREE_EXTENTS] - 1
-        self._free_offset[extent_at] = self._free_offset[last]
-        self._free_length[extent_at] = self._free_length[last]
-        self.words[at.FREE_EXTENTS] = last
+    def _replace_extents(self, first: int, behind: int, *extents: tuple[int, int]) -> None:
+        """Replace the free extents from ``first`` to ``behind`` by ``extents``, in order."""
+        count = self.words[at.FREE_EXTENTS]
+        begin, end = first + len(extents), count + first + len(extents) - behind
+        for column in (self._free_offset, self._free_length):
+            if begin != behind:
+                column[begin:end] = column[behind:count]
+        for place, extent in enumerate(extents, first):
+            self._free_offset[place], self._free_length[place] = extent
+        self.words[at.FREE_EXTENTS] = end
 
     # --- names: which blocks are here ------------------------------------------------------------
 
@@ -408,7 +404,11 @@ class Rows:
 
     def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
         """Return `find` of each block."""
-        return [self.find(block) for block in blocks]
+        records, named = list(map(self._names.get, blocks)), self.named
+        for place, there in enumerate(records):
+            if there is None or named[there[0]] != there[1]:
+                records[place] = self.find(blocks[place])
+        return records
 
     def _learn(self) -> None:
         """Read what others published; all rows, where that was too much, or at first."""
@@ -666,6 +666,7 @@ class Rows:
         named = [row for row in busy if self.named[row]]
         extents = [(self.offset[row], self.length[row], "taken") for row in busy]
         count = words[at.FREE_EXTENTS]
+        assert self._free_offset[:count].tolist() == sorted(self._free_offset[:count])
         free = zip(self._free_offset[:count], self._free_length[:count], strict=True)
         extents += [(offset, length, "free") for offset, length in free]
         end, last = 0, ""

@@ -90,7 +90,7 @@ NUMBERS: Final = (
     "used",  # last use, a time of the machine's clock
     "pinned",  # end of the pin, a time of that clock
     "proof",  # a checksum of id, generation, offset, length and size
-    "free_offset",  # not of rows: the free extents, in any order
+    "free_offset",  # not of rows: the free extents, by address
     "free_length",
 )
 COLUMNS: Final = dict.fromkeys(NUMBERS, 8) | {  # bytes of each row
