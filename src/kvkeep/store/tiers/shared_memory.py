@@ -5,14 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MemoryLease
-from kvkeep.store.tiers.reserving import Reserving
+from kvkeep.store.tiers.memory import FrontMemory, MemoryLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +17,8 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.backends.shm.rows import Hold
+    from kvkeep.store.tiers.counters import TierCounters, TierStats
+    from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
 
 __all__ = ["SharedMemoryTier", "SharedOrder"]
@@ -29,227 +27,100 @@ _AT_ONCE: Final = 256
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
-class SharedMemoryTier:
+class SharedMemoryTier(FrontMemory):
     """An arena of raw records that other processes fill and read, too: see `ShmBackend`.
 
-    As `MemoryTier`, which it takes the place of. Eviction, recency, quotas and pins are those of
-    all processes; counters, and the log of losses, are those of this one. What another process
-    evicted is missing here with no loss recorded.
+    Eviction, recency, quotas and pins are those of all processes; counters, and the log of losses,
+    are those of this one. What another process evicted is missing here with no loss recorded.
 
     A failure of the arena, such as a stopped process that holds the lock, is a miss or a drop, and
     is counted as an error.
-
-    Thread safety: all methods.
-
-    Arguments:
-        spec: what to open.
-        losses: records which blocks it lost, and why.
-        evicted: called with each block that was deleted to make room at once.
     """
 
-    def __init__(
-        self,
-        spec: MemorySpec,
-        *,
-        losses: LossLog | None = None,
-        evicted: Callable[[bytes], None] = lambda _block: None,
-    ) -> None:
-        backend = spec.backend
-        assert backend.scheme == "shm"
-        self.backend: ShmBackend = backend  # type: ignore[assignment]
-        self.name = spec.name
-        self.capacity = self.backend.capacity
-        self.counters = TierCounters()
-        self._faults = ArenaFaults(self.backend, self.name, self.counters)
-        self.catalogue = SharedOrder(self.backend, spec.ttl, self._faults)
-        self.losses = LossLog() if losses is None else losses
-        self._evicted = evicted
+    backend: ShmBackend
+    catalogue: SharedOrder
+
+    def __init__(self, spec: MemorySpec, losses: LossLog, evicted: Callable[[bytes], None]) -> None:
+        super().__init__(spec, losses, evicted)
+        assert spec.backend.scheme == "shm"
+        self.backend = spec.backend  # type: ignore[assignment]
+        self._faults = faults = ArenaFaults(self.backend, self.name, self.counters)
+        self.catalogue = SharedOrder(self.backend, spec.ttl, faults)
         # block → holds of the records that are to be demoted, oldest first: a new record may leave,
         # too, while the one that it replaced is still being written
         self._leaving: dict[bytes, list[Hold]] = {}
-        self._owed: list[tuple[bytes, Hold]] = []  # of these, `left` failed
-        self._lock = threading.Lock()  # of `_leaving` and `_owed`
-        self._replacing = threading.Lock()  # keeps `_make_up` from new records
-        self._reserving = Reserving(self.backend, self.capacity, self.catalogue.over_quota)
+        self._lock = threading.Lock()  # of `_leaving`
         self._lost_before = self.backend.lost
 
     @property
-    def leaving_bytes(self) -> int:
+    def leaving_bytes(self) -> int:  # type: ignore[override]
         """Bytes of blocks that any process is demoting, and that are still here."""
         return self.backend.leaving_bytes
 
     def __contains__(self, block: object) -> bool:
-        self._make_up()
-        if self.catalogue.ttl is not None:
-            return block in self._leaving or block in self.catalogue
-        assert isinstance(block, bytes)
-        return self.catalogue.find(block) is not None
-
-    def lease(self, block: bytes) -> MemoryLease | None:
-        """Return access to the record of ``block``, None if it is not here."""
-        leases = self.lease_all([block])
-        return leases[0] if leases else None
-
-    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
-        """`lease` leading ``blocks``, up to the first that is not here. Cost: a lock for 64."""
-        self._make_up()
-        with self._faults:
-            if self.catalogue.ttl is not None:
-                blocks = list(takewhile(self.__contains__, blocks))
-            elif self.catalogue.hidden:
-                hidden = self.catalogue.hidden
-                blocks = list(takewhile(lambda block: block not in hidden, blocks))
-            return [MemoryLease(one.place, one) for one in self.backend.lease_all(blocks)]
-        return []
-
-    def release_all(self, leases: Sequence[MemoryLease]) -> None:
-        """Release ``leases``. Cost: a lock for 64."""
-        self.backend.release_all([one.lease for one in leases if one.lease is not None])
+        return block in self._leaving or block in self.catalogue
 
     def absent(self, blocks: Sequence[bytes]) -> int:
-        """Return how many leading ``blocks`` are not here."""
+        """See `FrontMemory.absent`."""
         if self.catalogue.ttl is not None:
-            return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
+            return super().absent(blocks)
         records = self.catalogue.find_all(blocks)
         return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
-    def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
-        """Return memory for a record, evicting others for it; None if not enough is evictable."""
-        with self._faults:
-            return self._reserving.reserve(block, raw_bytes, self._evict)
-        return None
-
-    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
-        """`reserve` leading ``blocks``, 64 at most, up to the first without room."""
-        with self._faults:
-            return self._reserving.reserve_all(blocks, raw_bytes, self._evict)
-        return []
-
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
-        """`commit` all of ``drafts``, under one lock; empty if the arena failed.
-
-        Raises:
-            BackendFailed: the memory was closed.
-        """
-        with self._faults, self._replacing:
-            leases = self.backend.commit_all(drafts)
-            if self.catalogue.hidden:  # the removed records are replaced
-                self.catalogue.hidden.difference_update(draft.block for draft in drafts)
-            return [MemoryLease(lease.place, lease) for lease in leases]
+        """See `FrontMemory.commit_all`. Cost: one lock for all."""
+        with self._faults:
+            return [MemoryLease(lease.place, lease) for lease in self.backend.commit_all(drafts)]
         return []
-
-    def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
-        """Make the record of ``draft`` findable, for all processes, and return access to it.
-
-        None if the arena failed; that is counted.
-
-        Raises:
-            BackendFailed: the memory was closed.
-        """
-        assert draft.block == block
-        leases = self.commit_all([draft])
-        return leases[0] if leases else None
 
     def leave(self, needed: int) -> list[bytes]:
-        """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.
-
-        Until then they are still found, by all processes, and no other process demotes them.
-        Expired blocks are deleted at once instead.
-        """
-        self._make_up()
-        chosen: list[tuple[bytes, Hold]] = []
+        """See `FrontMemory.leave`. No other process demotes these blocks meanwhile."""
+        old, blocks = [], []
         with self._faults:
-            chosen = self.backend.evict(needed, leave=True)
-        old = [(block, hold) for block, hold in chosen if self.catalogue.is_expired(hold)]
-        for block, hold in old:
-            self._left(block, hold)
-        if old:
-            self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
-            expired = set(old)
-            chosen = [one for one in chosen if one not in expired]
-        with self._lock:
-            for block, hold in chosen:
-                self._leaving.setdefault(block, []).append(hold)
-        return [block for block, _ in chosen]
+            for block, hold in self.backend.evict(needed, leave=True):
+                if self.catalogue.is_expired(hold):
+                    self.backend.end_leaving(hold)
+                    old.append(block)
+                    continue
+                blocks.append(block)
+                with self._lock:
+                    self._leaving.setdefault(block, []).append(hold)
+        self._expire(old)
+        return blocks
 
     def left(self, block: bytes) -> None:
-        """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
+        """See `FrontMemory.left`. If the arena fails, that is done as soon as it works."""
         with self._lock:
             holds = self._leaving.get(block, [])
             hold = holds.pop(0) if holds else None
             if not holds:
                 self._leaving.pop(block, None)
         if hold is not None:
-            self._left(block, hold)
-
-    def _left(self, block: bytes, hold: Hold) -> None:
-        with self._faults:
             self.counters.count(evictions=int(self.backend.end_leaving(hold)))
-            return
-        with self._lock:
-            self._owed.append((block, hold))  # else nobody could ever evict it
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``, for all processes; return the bytes freed.
-
-        Raises:
-            BackendFailed: the arena failed, which is counted. The blocks are hidden from this
-                process, and deleted as soon as it works.
-        """
+        """See `FrontMemory.remove`."""
         try:
             return self.backend.delete(blocks)
         except BackendFailed:
-            self.catalogue.hidden.update(blocks)
             self.counters.count(errors=1)
             raise
 
-    def _make_up(self) -> None:
-        """Do what `left` and `remove` could not."""
-        if self._owed:
-            with self._lock:
-                owed, self._owed = self._owed, []
-            for block, hold in owed:
-                self._left(block, hold)
-        if self.catalogue.hidden:
-            with self._faults, self._replacing:
-                again = list(self.catalogue.hidden)
-                self.backend.delete(again)
-                self.catalogue.hidden.difference_update(again)
-
     def check(self) -> None:
-        """Recount everything; an AssertionError is a bug of kvkeep."""
+        """See `FrontMemory.check`."""
         self.backend.check()
 
-    def _evict(self, needed: int, space: bytes | None = None) -> bool:
-        """Delete victims at once; return whether there were any."""
-        victims = [block for block, _ in self.backend.evict(needed, space)]
-        self.losses.note(victims, self.name, "evicted", self.catalogue.policy)
-        for block in victims:
-            self._evicted(block)
-        self.counters.count(evictions=len(victims))
-        return bool(victims)
+    def _delete_victims(self, needed: int, space: bytes | None) -> list[bytes]:
+        return [block for block, _ in self.backend.evict(needed, space)]
 
     def stats(self) -> TierStats:
-        """Return the figures at this moment: of all processes, but for the counters.
+        """See `FrontMemory.stats`.
 
-        The counter ``damaged`` includes records that a repair of the arena dropped since this
-        process opened it.
+        The counter ``damaged`` includes records that were damaged since this process opened it.
         """
-        counters = self.counters.as_dict()
-        counters["damaged"] += self.backend.lost - self._lost_before
-        return TierStats(
-            name=self.name,
-            place=self.backend.describe(),
-            codec="raw",
-            blocks=len(self.backend),
-            used_bytes=self.backend.used(),
-            capacity=self.capacity,
-            pinned_bytes=self.catalogue.pinned_bytes,
-            queued_bytes=0,
-            breaker="closed",
-            breaker_opened=0,
-            counters=counters,
-        )
+        stats = super().stats()
+        stats.counters["damaged"] += self.backend.lost - self._lost_before
+        return stats
 
 
 class ArenaFaults:
@@ -344,9 +215,6 @@ class SharedOrder:
 
     Arguments:
         ttl: seconds after its last use that a block expires for this process; None: never.
-
-    Attributes:
-        hidden: blocks that are unknown to this process, because their deletion failed.
     """
 
     policy = "lru"
@@ -354,7 +222,6 @@ class SharedOrder:
     def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
         self.ttl = ttl
         self.holds = SharedHolds(backend, faults)
-        self.hidden: set[bytes] = set()
         self._faults = faults
         self._backend = backend
 
@@ -367,18 +234,13 @@ class SharedOrder:
         return record is not None and not self.is_expired(record)
 
     def find(self, block: bytes) -> Hold | None:
-        """Return the record of ``block``, None if it is unknown or hidden."""
+        """Return the record of ``block``, None if it is unknown."""
         return self.find_all([block])[0]
 
     def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
         """Return `find` of each block."""
         with self._faults:
-            records = self._backend.find_all(blocks)
-            if self.hidden:
-                for at, block in enumerate(blocks):
-                    if block in self.hidden:
-                        records[at] = None
-            return records
+            return self._backend.find_all(blocks)
         return [None] * len(blocks)
 
     @property

@@ -282,16 +282,25 @@ class ShmBackend(InPlaceBackend):
         return [None if there is None else size[there[0]] for there in self.find_all(blocks)]
 
     def delete(self, blocks: Sequence[bytes]) -> int:
-        """Delete records; return their sizes in bytes, also of those that stay leased."""
+        """Delete records; return their sizes in bytes, also of those that stay leased.
+
+        Raises:
+            BackendFailed: the lock cannot be had. The records are hidden from this process, and
+                deleted as soon as it works: their owner may write others in their place.
+        """
         self._check_open()
         deleted, rows = 0, self._rows
         for start in range(0, len(blocks), AT_ONCE):
-            with rows:
-                for block in blocks[start : start + AT_ONCE]:
-                    there = rows.find(block)
-                    if there is not None:
-                        deleted += rows.size[there[0]]
-                        rows.unname(there[0])
+            try:
+                with rows:
+                    for block in blocks[start : start + AT_ONCE]:
+                        there = rows.find(block)
+                        if there is not None:
+                            deleted += rows.size[there[0]]
+                            rows.unname(there[0])
+            except BackendFailed:
+                rows.hide(blocks[start:])
+                raise
         return deleted
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
@@ -391,20 +400,13 @@ class ShmBackend(InPlaceBackend):
         return gone
 
     def end_leaving(self, hold: Hold) -> bool:
-        """Delete a record that `evict` let leave, unless it was replaced; return whether it was.
+        """Delete a record that `evict` let leave, unless it was replaced; return whether it is.
 
-        Raises:
-            BackendFailed: the lock cannot be had; call it again later.
+        If the lock cannot be had now, that is done as soon as it can.
         """
-        rows, (row, generation) = self._rows, hold
-        with rows:
-            deleted: bool = rows.named[row] == generation
-            if deleted:
-                rows.unname(row)
-            if rows.generation[row] == generation:  # else it was damaged, and dropped
-                rows.words[rows.leaving_at] -= rows.length[row]
-            rows.end_hold(hold)
-        return deleted
+        there: bool = self._rows.named[hold[0]] == hold[1]
+        self._rows.release([hold], leaving=True)
+        return there
 
     @property
     def leaving_bytes(self) -> int:

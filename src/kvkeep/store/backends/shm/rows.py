@@ -133,7 +133,8 @@ class Rows:
         self._names: dict[bytes, Hold] = {}  # block → row and generation, also of removed records
         self._seen = -1  # `PUBLISHED` when `_names` was up to date
         self._held: dict[Hold, int] = {}  # holds of this process; from and to 0 under the lock
-        self._late: list[Hold] = []  # holds to end when the lock can be had again
+        self._late: list[tuple[Hold, bool]] = []  # to end when the lock can be had; see `end_hold`
+        self._hidden: set[Hold] = set()  # records to remove then; until then they are not found
         self._quotas: dict[bytes, int] = {}  # space → its words
         self._reaped = 0.0
         self._closing = False
@@ -173,7 +174,12 @@ class Rows:
                 self.recount()
             self.words[at.CHANGING] = 1
             for _ in range(min(len(self._late), AT_ONCE)):
-                self.end_hold(self._late.pop())
+                self.end_hold(*self._late.pop())
+            while self._hidden:
+                row, generation = hidden = next(iter(self._hidden))
+                if self.named[row] == generation:
+                    self.unname(row)
+                self._hidden.discard(hidden)
         except BaseException:
             self.lock.release()  # marked: the next one counts anew
             raise
@@ -393,17 +399,22 @@ class Rows:
         process remembers all records, at about 300 bytes each.
         """
         there = self._names.get(block)
-        if there is not None and self.named[there[0]] == there[1]:
-            return there
-        if self._seen != self.words[at.PUBLISHED]:
+        if there is None or self.named[there[0]] != there[1]:
+            if self._seen == self.words[at.PUBLISHED]:
+                return None
             self._learn()
             there = self._names.get(block)
-            if there is not None and self.named[there[0]] == there[1]:
-                return there
-        return None
+            if there is None or self.named[there[0]] != there[1]:
+                return None
+        return None if there in self._hidden else there
 
     def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
         """Return `find` of each block."""
+        if self._hidden:
+            with suppress(BackendFailed), self:  # which removes them
+                pass
+            if self._hidden:
+                return [self.find(block) for block in blocks]
         records, named = list(map(self._names.get, blocks)), self.named
         for place, there in enumerate(records):
             if there is None or named[there[0]] != there[1]:
@@ -478,16 +489,16 @@ class Rows:
             self._held[record] = self._held.get(record, 0) + 1
         self._holders[record[0] * _HOLDER_WORDS + self._word] |= self._bit
 
-    def release(self, holds: Sequence[Hold]) -> None:
+    def release(self, holds: Sequence[Hold], *, leaving: bool = False) -> None:
         """End ``holds``, each of them once; later, if the lock cannot be had now."""
         if self.lock.inherited:
             return
         with self._mutex:
             for hold in holds:
-                if self._held.get(hold, 0) > 1:
+                if self._held.get(hold, 0) > 1 and not leaving:
                     self._held[hold] -= 1
                 else:
-                    self._late.append(hold)
+                    self._late.append((hold, leaving))
         try:
             while self._late:
                 with self:
@@ -496,9 +507,13 @@ class Rows:
             return
         self._close_when_free()
 
-    def end_hold(self, hold: Hold) -> None:
-        """End one hold; under the lock."""
+    def end_hold(self, hold: Hold, leaving: bool = False) -> None:
+        """End one hold; under the lock. A record that is ``leaving`` goes with it."""
         row, generation = hold
+        if leaving:
+            self.words[self.leaving_at] -= self.length[row]
+            if self.named[row] == generation:
+                self.unname(row)
         with self._mutex:
             count = self._held.pop(hold, 0)
             if count > 1:
@@ -509,6 +524,13 @@ class Rows:
         self._holders[row * _HOLDER_WORDS + self._word] &= ~self._bit
         if not self.named[row] and not self.is_held(row):
             self.free(row)
+
+    def hide(self, blocks: Sequence[bytes]) -> None:
+        """Let the records of ``blocks`` be removed as soon as the lock can be had.
+
+        Until then this process does not find them.
+        """
+        self._hidden.update(record for record in self.find_all(blocks) if record is not None)
 
     def close(self) -> None:
         """Leave the arena, as soon as this process holds nothing in it; the records stay."""
