@@ -113,7 +113,7 @@ class FrontMemory(ABC):
         self.counters = TierCounters()
         self.losses = losses
         self._evicted = evicted
-        self._faults: AbstractContextManager[object] = nullcontext()  # counts failures
+        self._faults: AbstractContextManager[object, bool] = nullcontext()  # type: ignore[assignment]
         self._making_room = threading.Lock()  # one thread at a time evicts for a record
 
     @abstractmethod
