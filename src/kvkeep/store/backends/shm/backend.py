@@ -140,23 +140,11 @@ class ShmBackend(InPlaceBackend):
 
     # -- access in place --------------------------------------------------------------------------
 
-    def reserve(self, block: bytes, size: int) -> Draft:
-        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
-
-        It counts as used at once, and as free again if this process dies. An older record of
-        ``block`` stays until the commit.
-
-        Raises:
-            OutOfRoom: no free extent is large enough, or the arena has as many records as it can.
-                ``needed`` is as in `MemoryBackend.reserve`.
-            BackendFailed: it is closed, or the lock cannot be had.
-        """
-        return self.reserve_all([block], [size])[0]
-
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        """`reserve` leading ``blocks``, 64 at most, up to the first without room.
+        """See `InPlaceBackend.reserve_all`; 64 at most, under one lock.
 
-        One at least. Cost: one lock for all.
+        A draft counts as free again if this process dies. There is no room either if the arena has
+        as many records as it can.
         """
         self._check_open()
         for block in blocks:
@@ -180,8 +168,8 @@ class ShmBackend(InPlaceBackend):
             rows.release(holds)
             raise
         return [
-            Draft(self, block, row, rows.view(row), generation)
-            for block, (row, generation) in zip(blocks, holds, strict=False)
+            Draft(self, block, hold, rows.view(hold[0]))
+            for block, hold in zip(blocks, holds, strict=False)
         ]
 
     def _room(self, length: int, *, must: bool) -> int:
@@ -199,15 +187,6 @@ class ShmBackend(InPlaceBackend):
             raise OutOfRoom(length - free if short else length, self.describe())
         return offset
 
-    def lease(self, block: bytes) -> Lease | None:
-        """Return access to the record of ``block`` in place; None if it is missing.
-
-        Raises:
-            BackendFailed: it is closed, or the lock cannot be had.
-        """
-        leases = self.lease_all([block])
-        return leases[0] if leases else None
-
     def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
         """`lease` leading ``blocks``, up to the first that is missing. Cost: a lock for 64."""
         there = self.find_all(blocks)
@@ -216,61 +195,42 @@ class ShmBackend(InPlaceBackend):
             end = holds.index(None)
             self.release_holds([hold for hold in holds[end:] if hold is not None])
             holds = holds[:end]
-        return [
-            Lease(self, hold[0], self._rows.view(hold[0]), hold[1])
-            for hold in holds
-            if hold is not None
-        ]
+        return [Lease(self, hold, self._rows.view(hold[0])) for hold in holds if hold is not None]
 
     def contains(self, block: bytes) -> bool:
         """Whether ``block`` has a record."""
         return self.find_all([block])[0] is not None
 
-    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
-        """See `Draft.commit`."""
-        if not draft.pending:
-            raise IllegalStep("this draft was committed or discarded before")
-        self._publish([draft], hold=lease)
-        return Lease(self, draft.offset, draft.view, draft.generation) if lease else None
-
-    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
-        """Commit ``drafts`` in order; return a lease on each. Cost: a lock for 64."""
+    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
+        """See `InPlaceBackend.commit_all`. Cost: a lock for 64."""
         if not all(draft.pending for draft in drafts):
-            raise IllegalStep("one of these drafts was committed or discarded before")
-        self._publish(drafts, hold=True)
-        return [Lease(self, draft.offset, draft.view, draft.generation) for draft in drafts]
-
-    def _publish(self, drafts: Sequence[Draft], *, hold: bool) -> None:
-        holds = [(draft.offset, draft.generation) for draft in drafts]
+            raise IllegalStep("this draft was committed or discarded before")
+        rows = self._rows
         for draft in drafts:
             draft.pending = False
         try:
             self._check_open()
-            for start in range(0, len(holds), AT_ONCE):
-                with self._rows:
-                    for record in holds[start : start + AT_ONCE]:
-                        self._rows.name(record)
-                        if not hold:
-                            self._rows.end_hold(record)
+            for start in range(0, len(drafts), AT_ONCE):
+                with rows:
+                    for draft in drafts[start : start + AT_ONCE]:
+                        rows.name(draft.record)
+                        if not lease:
+                            rows.end_hold(draft.record)
         except BackendFailed:
-            self._rows.release(holds)
+            rows.release([draft.record for draft in drafts])
             raise
+        return [Lease(self, draft.record, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
         """See `Draft.discard`."""
-        pending, draft.pending = draft.pending, False
-        if pending:
-            self._rows.release([(draft.offset, draft.generation)])
-
-    def release(self, lease: Lease) -> None:
-        """See `Lease.release`."""
-        self.release_all([lease])
+        draft.pending = False
+        self._rows.release([draft.record])
 
     def release_all(self, leases: Sequence[Lease]) -> None:
-        """Release ``leases``. Cost: a lock for 64."""
-        holds = [(lease.row, lease.generation) for lease in leases if lease.row >= 0]
+        """See `InPlaceBackend.release_all`. Cost: a lock for 64."""
+        holds = [lease.record for lease in leases if lease.record is not None]
         for lease in leases:
-            lease.row = -1
+            lease.record = None
         if holds:
             self._rows.release(holds)
 
