@@ -271,8 +271,9 @@ class MemoryBackend(InPlaceBackend):
     def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
         """See `InPlaceBackend.commit_all`."""
         with self._lock:
-            if not all(draft.pending for draft in drafts):
-                raise IllegalStep("this draft was committed or discarded before")
+            for draft in drafts:
+                if not draft.pending:
+                    raise IllegalStep("this draft was committed or discarded before")
             if self._closed:
                 for draft in drafts:
                     self._end_draft(draft)
