@@ -356,6 +356,42 @@ def test_uses_of_one_process_count_in_another(tmp_path: Path) -> None:
         lease.release()
 
 
+def test_a_deleted_record_stays_until_its_last_lease_ends(tmp_path: Path) -> None:
+    with (
+        ShmBackend(8 * UNIT, directory=str(tmp_path)) as one,
+        ShmBackend(8 * UNIT, directory=str(tmp_path)) as two,
+    ):
+        store(one, A, b"a" * UNIT)
+        leases = [backend.lease(A) for backend in (one, two)]
+        one.delete([A])
+        for lease in leases:
+            assert lease is not None
+            assert one.used() == UNIT
+            assert lease.view == b"a" * UNIT
+            lease.release()
+        assert one.used() == 0
+        one.check()
+
+
+@pytest.mark.parametrize("others", [3, 16, 40])
+def test_what_others_published_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Also if it was more than they note for each other."""
+    monkeypatch.setattr(at, "RECENT", 16)
+    with (
+        ShmBackend(64 * UNIT, directory=str(tmp_path)) as one,
+        ShmBackend(64 * UNIT, directory=str(tmp_path)) as two,
+    ):
+        store(one, A, b"a")
+        assert two.contains(A)
+        blocks = [block_id(number) for number in range(100, 100 + others)]
+        for block in blocks:
+            store(one, block, block)
+        one.delete([A])
+        assert two.sizes([*blocks, A]) == [*[len(block) for block in blocks], None]
+
+
 def test_an_entry_that_does_not_prove_itself_is_dropped(tmp_path: Path) -> None:
     """One number of the index is overwritten while processes use it: a miss, and counted."""
     with ShmBackend(8 * UNIT, directory=str(tmp_path)) as backend:
