@@ -215,7 +215,6 @@ class SharedOrder(SharedHolds):
     def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
         self.ttl = ttl
         super().__init__(backend, faults)
-        self.hidden: set[bytes] = set()
         self._faults = faults
         self._backend = backend
 
