@@ -28,6 +28,7 @@ from kvkeep.store.identity.modules import (
     patches_in,
     placed_modules,
     settings,
+    tables_of,
     tensors_of,
 )
 from kvkeep.store.identity.values import (
@@ -157,9 +158,9 @@ class ModelWatch:
             attributes, tensors = partial(attributes_of, module), partial(tensors_of, module)
             hooks = partial(hooks_of, module)
             self._add(f"the attribute {{name!r}} of {where} was changed", attributes, vars(module))
-            for held in (module._parameters, module._buffers):
-                self._add(f"a parameter or buffer of {where} was replaced", tensors, held)
-            children = module._modules
+            *held, children = tables_of(module)
+            for members in held:
+                self._add(f"a parameter or buffer of {where} was replaced", tensors, members)
             self._add(f"a child module of {where} was replaced", partial(dict, children), children)
             for table in hook_tables(module):
                 self._add(f"{where} has other hooks", hooks, table)
