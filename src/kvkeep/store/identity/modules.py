@@ -69,6 +69,7 @@ __all__ = [
     "patches_in",
     "placed_modules",
     "settings",
+    "tables_of",
     "tensors_of",
 ]  # fmt: skip
 
@@ -137,7 +138,7 @@ def placed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         below = above | {id(module)}
         children = [
             (name, child)
-            for name, child in module._modules.items()
+            for name, child in tables_of(module)[2].items()
             if child is not None and id(child) not in below  # a module may contain itself
         ]
         for name, child in _hidden(module):
@@ -219,12 +220,18 @@ def _config_lines(config: Any, writer: ValueWriter) -> Iterator[str]:
     yield f"    attention {writer.write([*attention_of(config).values()])}"
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return torch's tables of a module's parameters, buffers and children, read without hooks."""
+    return module._parameters, module._buffers, module._modules
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's own parameters and buffers, by name."""
     recomputed = _recomputed(module)
+    parameters, buffers, _ = tables_of(module)
     return {
         name: value
-        for name, value in (module._parameters | module._buffers).items()
+        for name, value in (parameters | buffers).items()
         if value is not None and name not in recomputed
     }
 
@@ -249,8 +256,8 @@ def _packed_of(module: nn.Module) -> dict[str, Any]:
         return {}
     saved: dict[str, Any] = {}
     module._save_to_state_dict(saved, "", keep_vars=True)
-    held = module._parameters.keys() | module._buffers.keys()
-    return {name: value for name, value in saved.items() if name not in held}
+    parameters, buffers, _ = tables_of(module)
+    return {name: saved[name] for name in saved.keys() - parameters.keys() - buffers.keys()}
 
 
 def hook_tables(module: nn.Module | None) -> list[dict[int, Any]]:

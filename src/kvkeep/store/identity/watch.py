@@ -28,6 +28,7 @@ from kvkeep.store.identity.modules import (
     patches_in,
     placed_modules,
     settings,
+    tables_of,
     tensors_of,
 )
 from kvkeep.store.identity.values import (
@@ -157,9 +158,9 @@ class ModelWatch:
             attributes, tensors = partial(attributes_of, module), partial(tensors_of, module)
             hooks = partial(hooks_of, module)
             self._add(f"the attribute {{name!r}} of {where} was changed", attributes, vars(module))
-            for held in (module._parameters, module._buffers):
-                self._add(f"a parameter or buffer of {where} was replaced", tensors, held)
-            children = module._modules
+            *held, children = tables_of(module)
+            for members in held:
+                self._add(f"a parameter or buffer of {where} was replaced", tensors, members)
             self._add(f"a child module of {where} was replaced", partial(dict, children), children)
             for table in hook_tables(module):
                 self._add(f"{where} has other hooks", hooks, table)
@@ -183,7 +184,7 @@ class ModelWatch:
                 self._add_modules(name, part)
                 continue
             self._reached[id(part)] = part
-            read = partial(_parts, part)
+            read, live = partial(_parts, part), _container(part)
             parts = read()
             if isinstance(part, torch.Tensor):
                 self._tensors.append((name, part))
@@ -191,8 +192,8 @@ class ModelWatch:
                 self._add("config.{name} was changed", read, vars(part))
                 what = "another function is registered for the attention implementation"
                 self._add(what, partial(attention_of, part))
-            elif parts and not isinstance(part, tuple):  # a tuple stays as it is
-                self._add(f"{name!r} holds something that was changed", read, _container(part))
+            elif live is not None or (parts and not isinstance(part, tuple)):
+                self._add(f"{name!r} holds something that was changed", read, live)
             waiting += reversed([*parts, *parts.values()])
 
 
@@ -225,7 +226,7 @@ def _parts(value: Any) -> dict[Any, Any]:
     if isinstance(value, list | tuple):
         numbered = value
     elif isinstance(value, functools.partial):
-        numbered = (value.func, *value.args, *value.keywords.items())
+        return dict(enumerate((value.func, *value.args))) | value.keywords
     elif isinstance(value, types.MethodType):
         numbered = (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
