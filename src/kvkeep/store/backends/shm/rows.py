@@ -1,4 +1,4 @@
-"""`Rows`: the records of a shared arena, the free memory between them, and who holds what.
+"""`ArenaRows`: the records of a shared arena, the free memory between them, and who holds what.
 
 A row is one record: block id, extent, size, a unique generation, a checksum over these, who holds
 it, and whether it is published. Rows are the truth. Free extents and counts are derived from them,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.shm.segment import OpenedArena
 
-__all__ = ["AT_ONCE", "Hold", "Rows", "extent", "from_unix", "now", "to_unix"]
+__all__ = ["AT_ONCE", "ArenaRows", "Hold", "extent", "from_unix", "now", "to_unix"]
 
 AT_ONCE: Final = 64
 """Blocks of one call that are changed under one lock."""
@@ -80,10 +80,10 @@ def extent(size: int) -> int:
 
 
 class DamagedRows(Exception):
-    """Numbers contradict each other: somebody wrote there by accident. `Rows.recount` mends it."""
+    """Numbers contradict each other: somebody wrote there by accident. `recount` mends it."""
 
 
-class Rows:
+class ArenaRows:
     """The columns of an arena, mapped. As a context manager it takes the lock of the node.
 
     Whoever gets the lock of a process that died with it counts everything anew first. Single
