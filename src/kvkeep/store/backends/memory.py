@@ -251,7 +251,6 @@ class MemoryBackend(InPlaceBackend):
     # -- access in place --------------------------------------------------------------------------
 
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        """See `InPlaceBackend.reserve_all`."""
         drafts: list[Draft] = []
         arena = self.arena
         with self._lock:
@@ -269,7 +268,6 @@ class MemoryBackend(InPlaceBackend):
         return drafts
 
     def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
-        """See `InPlaceBackend.commit_all`."""
         with self._lock:
             for draft in drafts:
                 if not draft.pending:
@@ -290,13 +288,11 @@ class MemoryBackend(InPlaceBackend):
             return [self._lease(draft.record, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
-        """See `Draft.discard`."""
         with self._lock:
             if draft.pending:
                 self._free(self._end_draft(draft))
 
     def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
-        """See `InPlaceBackend.lease_all`."""
         leases: list[Lease] = []
         with self._lock:
             self._check_open()
@@ -308,7 +304,6 @@ class MemoryBackend(InPlaceBackend):
         return leases
 
     def release_all(self, leases: Sequence[Lease]) -> None:
-        """See `InPlaceBackend.release_all`."""
         with self._lock:
             for lease in leases:
                 record, lease.record = lease.record, None

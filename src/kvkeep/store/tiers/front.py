@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers.memory import FrontMemory, MemoryTier
+from kvkeep.store.tiers.memory import MemoryTier
 from kvkeep.store.tiers.shared_memory import SharedMemoryTier
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers.shared_memory import SharedOrder
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
+    FrontMemory = MemoryTier | SharedMemoryTier
     FrontOrder = Index | SharedOrder
 
 __all__ = ["FrontMemory", "FrontOrder", "open_front"]

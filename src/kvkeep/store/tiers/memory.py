@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.core.eviction import LRU
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.loss_log import LossLog
-    from kvkeep.store.tiers.shared_memory import SharedOrder
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["FrontMemory", "MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["HostMemory", "MemoryLease", "MemorySpec", "MemoryTier"]
 
 _TRIES: Final = 72  # to make room that other threads use meanwhile; more than threads that may
 _RUNS: Final = 8  # that threads may reserve before any of them counts to its namespace's quota
@@ -85,7 +84,21 @@ class MemoryLease:
             buffers.give_back(self.record)
 
 
-class FrontMemory(ABC):
+class _Order(Protocol):
+    """Which blocks are here, and in which order they are evicted: `Index`, `SharedOrder`."""
+
+    ttl: float | None
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+    def over_quota(self, space: bytes, more: int) -> int: ...
+
+
+class HostMemory(ABC):
     """Raw records in memory, and what is evicted for others.
 
     Records here are not verified, and their headers may be invalid: a header is written when the
@@ -104,7 +117,7 @@ class FrontMemory(ABC):
     """
 
     backend: MemoryBackend | ShmBackend
-    catalogue: Index | SharedOrder
+    catalogue: _Order
     leaving_bytes: int
 
     def __init__(self, spec: MemorySpec, losses: LossLog, evicted: Callable[[bytes], None]) -> None:
@@ -255,7 +268,7 @@ class FrontMemory(ABC):
         )
 
 
-class MemoryTier(FrontMemory):
+class MemoryTier(HostMemory):
     """Memory of this process, with a policy, quotas and shares of its own.
 
     One lock makes the arena and the catalogue change together; otherwise a block that is put while
@@ -290,7 +303,6 @@ class MemoryTier(FrontMemory):
         return self.backend.contains(block)
 
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
-        """See `FrontMemory.commit_all`."""
         with self._lock:
             leases = self.backend.commit_all(drafts)
             for draft, lease in zip(drafts, leases, strict=True):
@@ -299,7 +311,6 @@ class MemoryTier(FrontMemory):
         return [MemoryLease(lease.place, lease) for lease in leases]
 
     def leave(self, needed: int) -> list[bytes]:
-        """See `FrontMemory.leave`."""
         old: list[bytes] = []
         with self._lock:
             blocks = self.catalogue.victims(needed, expired=old)
@@ -311,14 +322,12 @@ class MemoryTier(FrontMemory):
         return blocks
 
     def left(self, block: bytes) -> None:
-        """See `FrontMemory.left`."""
         with self._lock:
             if self._stay(block):
                 self.backend.delete([block])
                 self.counters.count(evictions=1)
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """See `FrontMemory.remove`."""
         with self._lock:
             for block in blocks:
                 self.catalogue.forget(block)
@@ -326,7 +335,6 @@ class MemoryTier(FrontMemory):
             return self.backend.delete(blocks)
 
     def check(self) -> None:
-        """See `FrontMemory.check`."""
         self.backend.check()
         self.catalogue.check()
         with self._lock:

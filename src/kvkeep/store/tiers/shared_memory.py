@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.tiers.memory import FrontMemory, MemoryLease
+from kvkeep.store.tiers.memory import HostMemory, MemoryLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _AT_ONCE: Final = 256
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
-class SharedMemoryTier(FrontMemory):
+class SharedMemoryTier(HostMemory):
     """An arena of raw records that other processes fill and read, too: see `ShmBackend`.
 
     Eviction, recency, quotas and pins are those of all processes; counters, and the log of losses,
@@ -61,20 +61,19 @@ class SharedMemoryTier(FrontMemory):
         return block in self._leaving or block in self.catalogue
 
     def absent(self, blocks: Sequence[bytes]) -> int:
-        """See `FrontMemory.absent`."""
         if self.catalogue.ttl is not None:
             return super().absent(blocks)
         records = self.catalogue.find_all(blocks)
         return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
-        """See `FrontMemory.commit_all`. Cost: one lock for all."""
+        """Cost: one lock for all."""
         with self._faults:
             return [MemoryLease(lease.place, lease) for lease in self.backend.commit_all(drafts)]
         return []
 
     def leave(self, needed: int) -> list[bytes]:
-        """See `FrontMemory.leave`. No other process demotes these blocks meanwhile."""
+        """No other process demotes these blocks meanwhile."""
         old, blocks = [], []
         with self._faults:
             for block, hold in self.backend.evict(needed, leave=True):
@@ -89,7 +88,7 @@ class SharedMemoryTier(FrontMemory):
         return blocks
 
     def left(self, block: bytes) -> None:
-        """See `FrontMemory.left`. If the arena fails, that is done as soon as it works."""
+        """If the arena fails, that is done as soon as it works."""
         with self._lock:
             holds = self._leaving.get(block, [])
             hold = holds.pop(0) if holds else None
@@ -99,7 +98,6 @@ class SharedMemoryTier(FrontMemory):
             self.counters.count(evictions=int(self.backend.end_leaving(hold)))
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """See `FrontMemory.remove`."""
         try:
             return self.backend.delete(blocks)
         except BackendFailed:
@@ -107,17 +105,13 @@ class SharedMemoryTier(FrontMemory):
             raise
 
     def check(self) -> None:
-        """See `FrontMemory.check`."""
         self.backend.check()
 
     def _delete_victims(self, needed: int, space: bytes | None) -> list[bytes]:
         return [block for block, _ in self.backend.evict(needed, space)]
 
     def stats(self) -> TierStats:
-        """See `FrontMemory.stats`.
-
-        The counter ``damaged`` includes records that were damaged since this process opened it.
-        """
+        """The counter ``damaged`` includes records damaged since this process opened the arena."""
         stats = super().stats()
         stats.counters["damaged"] += self.backend.lost - self._lost_before
         return stats

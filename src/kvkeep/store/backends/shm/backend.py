@@ -16,7 +16,7 @@ from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import segment as at
 from kvkeep.store.backends.shm.lock import SLOTS
-from kvkeep.store.backends.shm.rows import AT_ONCE, Rows, extent, from_unix, now, to_unix
+from kvkeep.store.backends.shm.rows import AT_ONCE, ArenaRows, extent, from_unix, now, to_unix
 from kvkeep.store.backends.shm.segment import Layout, Warming, check_name, open_arena, path_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ShmBackend(InPlaceBackend):
         opened = open_arena(self.path, wanted, timeout)
         try:
             try:
-                self._rows = Rows(opened, self.path)
+                self._rows = ArenaRows(opened, self.path)
                 if opened.new:
                     os.pwrite(opened.fd, opened.layout.header(), 0)
             finally:
@@ -141,7 +141,7 @@ class ShmBackend(InPlaceBackend):
     # -- access in place --------------------------------------------------------------------------
 
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        """See `InPlaceBackend.reserve_all`; 64 at most, under one lock.
+        """64 at most, under one lock.
 
         A draft counts as free again if this process dies. There is no room either if the arena has
         as many records as it can.
@@ -202,7 +202,7 @@ class ShmBackend(InPlaceBackend):
         return self.find_all([block])[0] is not None
 
     def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
-        """See `InPlaceBackend.commit_all`. Cost: a lock for 64."""
+        """Cost: a lock for 64."""
         if not all(draft.pending for draft in drafts):
             raise IllegalStep("this draft was committed or discarded before")
         rows = self._rows
@@ -222,12 +222,11 @@ class ShmBackend(InPlaceBackend):
         return [Lease(self, draft.record, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
-        """See `Draft.discard`."""
         draft.pending = False
         self._rows.release([draft.record])
 
     def release_all(self, leases: Sequence[Lease]) -> None:
-        """See `InPlaceBackend.release_all`. Cost: a lock for 64."""
+        """Cost: a lock for 64."""
         holds = [lease.record for lease in leases if lease.record is not None]
         for lease in leases:
             lease.record = None

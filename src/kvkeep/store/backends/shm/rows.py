@@ -1,4 +1,4 @@
-"""`Rows`: the records of a shared arena, the free memory between them, and who holds what.
+"""`ArenaRows`: the records of a shared arena, the free memory between them, and who holds what.
 
 A row is one record: block id, extent, size, a unique generation, a checksum over these, who holds
 it, and whether it is published. Rows are the truth. Free extents and counts are derived from them,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.shm.segment import OpenedArena
 
-__all__ = ["AT_ONCE", "Hold", "Rows", "extent", "from_unix", "now", "to_unix"]
+__all__ = ["AT_ONCE", "ArenaRows", "Hold", "extent", "from_unix", "now", "to_unix"]
 
 AT_ONCE: Final = 64
 """Blocks of one call that are changed under one lock."""
@@ -56,6 +56,7 @@ _NOBODY: Final = bytes(_HOLDER_BYTES)
 _PROOF: Final = 0x6B766B65 << 32  # above a checksum: so zeros prove nothing
 _NUMBERS: Final = struct.Struct("=qqqq")
 _SPARE_NAMES: Final = 4096
+_FEW: Final = 16
 _SOUND: Final = (BackendFailed, InvalidValue, OutOfRoom)  # raised between changes, not in one
 
 
@@ -80,10 +81,10 @@ def extent(size: int) -> int:
 
 
 class DamagedRows(Exception):
-    """Numbers contradict each other: somebody wrote there by accident. `Rows.recount` mends it."""
+    """Numbers contradict each other: somebody wrote there by accident. `recount` mends it."""
 
 
-class Rows:
+class ArenaRows:
     """The columns of an arena, mapped. As a context manager it takes the lock of the node.
 
     Whoever gets the lock of a process that died with it counts everything anew first. Single
@@ -269,6 +270,32 @@ class Rows:
             and 0 < self.generation[row] < _LAST_GENERATION
         )
 
+    def _proven(self, rows: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Return those of ``rows`` that prove themselves, with their blocks.
+
+        As `_is_proven`, where they are many with arrays: about a µs for each.
+        """
+        if len(rows) < _FEW:
+            return [(row, block) for row in rows if self._is_proven(row, block := self.id_of(row))]
+        at_rows = np.array(rows, np.int64)
+        columns = [
+            np.asarray(column)[at_rows]
+            for column in (self.generation, self.offset, self.length, self.size)
+        ]
+        generation, offset, length, size = columns
+        sound = (generation > 0) & (generation < _LAST_GENERATION) & (offset >= 0) & (size >= 0)
+        sound &= (size <= length) & (length <= self.layout.data_bytes - offset)
+        sound &= (offset | length) % ALIGNMENT == 0
+        numbers, width = np.stack(columns, 1).tobytes(), _NUMBERS.size
+        ids = np.frombuffer(self.map, f"V{BLOCK_ID_BYTES}", self.layout.rows, self._ids_at)
+        blocks: list[bytes] = ids[at_rows].tolist()
+        checks = [
+            crc32(numbers[width * place : width * (place + 1)], crc32(block))
+            for place, block in enumerate(blocks)
+        ]
+        proofs = np.asarray(self._proof)[at_rows] == np.array(checks, np.int64) + _PROOF
+        return [(rows[place], blocks[place]) for place in np.flatnonzero(sound & proofs).tolist()]
+
     def draft(self, blocks: Sequence[bytes], sizes: Sequence[int], offset: int) -> list[Hold]:
         """Make rows of records that lie one behind the other, from ``offset`` on; hold them."""
         words, drafts = self.words, []
@@ -432,13 +459,14 @@ class Rows:
             if not known or words[at.PUBLISHED] - self._seen >= at.RECENT:
                 names = {}
                 fresh = set(np.flatnonzero(np.asarray(self.named)[:rows].copy()).tolist())
-            for row in fresh:
-                generation = self.named[row] if 0 <= row < rows else 0
-                block = self.id_of(row) if generation else b""
-                if generation and self._is_proven(row, block):
-                    if self.named[row] == generation == self.generation[row]:
-                        names[block] = row, generation
-                elif generation and self.named[row] == generation:
+            named = {row: self.named[row] for row in fresh if 0 <= row < rows}
+            proven = dict(self._proven([row for row in named if named[row]]))
+            for row, generation in named.items():
+                if not generation or self.named[row] != generation:
+                    continue  # it changed meanwhile
+                if row in proven and self.generation[row] == generation:
+                    names[proven[row]] = row, generation
+                else:
                     words[at.CHANGING] = 1  # it is damaged: whoever has the lock next drops it
             self._names, self._seen = names, last
 
@@ -609,17 +637,13 @@ class Rows:
         words[at.REPAIRS] += 1
         nobody = self._hold_only(self._living(), rows)
         named = np.array(self.named[:rows])
-        valid = self._without_overlaps(
-            [
-                row
-                for row in np.flatnonzero(np.frombuffer(self._busy, np.uint8)[:rows]).tolist()
-                if (named[row] == self.generation[row] or not (named[row] or nobody[row]))
-                and self._is_proven(row, self.id_of(row))
-            ]
-        )
+        usable = (named == np.array(self.generation[:rows])) | ((named == 0) & ~nobody)
+        usable &= np.frombuffer(self._busy, np.uint8)[:rows] != 0
+        blocks = dict(self._proven(np.flatnonzero(usable).tolist()))
+        valid = self._without_overlaps(list(blocks))
         lost = named != 0
         lost[valid] = False
-        valid = self._without_twins(valid)
+        valid = self._without_twins(valid, blocks)
         rest = np.ones(rows, bool)
         rest[valid] = False
         np.asarray(self.named)[:rows][rest] = 0
@@ -654,17 +678,17 @@ class Rows:
                 end, before = self.offset[row] + self.length[row], row
         return [row for row in rows if row not in wrong]
 
-    def _without_twins(self, rows: list[int]) -> list[int]:
+    def _without_twins(self, rows: list[int], blocks: dict[int, bytes]) -> list[int]:
         """Keep the newest record of a block: a replacement was interrupted."""
         newest: dict[bytes, int] = {}
         dropped = set()
         for row in rows:
             if not self.named[row]:
                 continue
-            other = newest.setdefault(self.id_of(row), row)
+            other = newest.setdefault(blocks[row], row)
             if other != row:
                 older, newer = sorted((other, row), key=self.generation.__getitem__)
-                newest[self.id_of(row)] = newer
+                newest[blocks[row]] = newer
                 self.named[older] = 0
                 if not self.is_held(older):
                     dropped.add(older)
