@@ -29,7 +29,7 @@ from kvkeep.store.kv.forms import window_start
 from kvkeep.store.kv.names import TenantNames
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
 from kvkeep.store.kv.paying import choose_load
-from kvkeep.store.kv.positions import Prompt
+from kvkeep.store.kv.positions import PromptIds
 from kvkeep.store.kv.prompts import Followers, PromptRecords
 from kvkeep.store.kv.transfers import Transfers
 from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
@@ -308,7 +308,7 @@ class KVStore(Store):
         )
         return self._stored(began, snapshot.tokens - snapshot.start, put)
 
-    def _keep_until(self, prompt: Prompt, answer: int, ended: Ended, tenant: str | None) -> int:
+    def _keep_until(self, prompt: PromptIds, answer: int, ended: Ended, tenant: str | None) -> int:
         tokens = len(prompt)
         answer = whole("answer", answer, 0, tokens)
         check_type("ended", ended, Ended, "an Ended(…)")
@@ -458,7 +458,7 @@ class KVStore(Store):
         """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
         return not self._forms.whole
 
-    def _choosing(self, prompt: Prompt, length: int) -> Callable[[list[LoadPiece]], LoadChoice]:
+    def _choosing(self, prompt: PromptIds, length: int) -> Callable[[list[LoadPiece]], LoadChoice]:
         return partial(choose_load, self.cost, prompt.start, length)
 
     def _loaded(
@@ -773,7 +773,7 @@ class KVStore(Store):
         """Return the counts since the store was opened, and the state of every tier."""
         return self._counters.stats(tuple(self._tiered.stats()))
 
-    def _requested(self, prompt: Prompt) -> Prompt:
+    def _requested(self, prompt: PromptIds) -> PromptIds:
         """Report a prompt to what follows conversations, if ends of requests are reported."""
         self._tiered.check_open()
         if len(self._tiered.returns.conversations):
@@ -785,12 +785,12 @@ class KVStore(Store):
 
     def _prompt(
         self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
-    ) -> Prompt:
+    ) -> PromptIds:
         """Check the arguments that name a prompt."""
         row = as_tokens(tokens)
         start = whole("start", start, 0, len(row))
         extras = () if extra is None else as_extras(extra, len(row))
-        return Prompt(self._forms, row, start, self._names.of_prompt(tenant, row, extras))
+        return PromptIds(self._forms, row, start, self._names.of_prompt(tenant, row, extras))
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"
@@ -817,7 +817,7 @@ def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
     return TenantWeights(config.shares, spaces)
 
 
-def _chain(prompt: Prompt) -> Chain:
+def _chain(prompt: PromptIds) -> Chain:
     names = prompt.names
     return Chain(names.root, prompt.full, prompt.size, len(prompt), prompt.row, len(names.public))
 
