@@ -206,7 +206,7 @@ def test_sources_name_the_codec(tmp_path):
 def test_memory_of_the_node_carries_the_mark(tmp_path):
     """Another process, with an exact tier only, finds a lossy block in the node's memory."""
     lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact")
-    shared = f"shm://4MiB?name=lossy{tmp_path.name}"
+    shared = f"shm://4MiB?dir={tmp_path}"
     with opened(shared, lossy) as one, opened(shared, exact) as other:
         assert got(one, 24)[1] == 24
         for _ in range(3):

@@ -27,7 +27,7 @@ class SharesMachine(Machine):
     """The machine of an index, with shares and announcements.
 
     A victim is a block of a tenant above its floor, if there is one, and in LRU of the one whose
-    oldest block was used longest ago.
+    next victim was used longest ago.
     """
 
     shares = TenantWeights(WEIGHTS, {SPACES[0]: "a"})
@@ -85,10 +85,12 @@ class SharesMachine(Machine):
             giver, above, others = self.tenant(block), *self.givers(known, candidates)
             assert giver in (above or others)
             if exact:
-                mine = [one for one in candidates if self.tenant(one) == giver]
-                assert block == mine[0]
-                assert giver not in above or min(self.known[one].used for one in mine) == min(
-                    self.known[one].used for one in candidates if self.tenant(one) in above
+                first: dict[object, bytes] = {}
+                for one in candidates:
+                    first.setdefault(self.tenant(one), one)
+                assert block == first[giver]
+                assert giver not in above or self.known[block].used == min(
+                    self.known[one].used for tenant, one in first.items() if tenant in above
                 )
             candidates.remove(block)
             known.remove(block)

@@ -231,7 +231,7 @@ def test_the_victim_is_worth_least(seed: int, ordered: int | None) -> None:
         ended = chance.choice((FAST, NEVER, None))
         tier.request(chain(*talk), ended)
         if len(tier.catalogue) > 14:
-            policy, waits = tier.catalogue._policy, tier.returns.waits
+            policy, waits = tier.catalogue._shares.first, tier.returns.waits
             assert waits is not None
             tier.now += 2.0  # as often as entries age
             before = {**tier.catalogue._blocks}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.returns import Ended, Returns, Wait
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.store.tiers.index import IndexedBlock
+    from kvkeep.store.tiers.tier_shares import IndexedBlock
 
 __all__ = ["BlockWaits", "Chain", "Conversations"]
 

@@ -8,46 +8,28 @@ import time
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.eviction import Entry, EvictionPolicy, ReturnAware
+import numpy as np
+
+from kvkeep.core.eviction import ReturnAware
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.cold_blocks import ColdBlock, ColdBlocks
-from kvkeep.store.tiers.tier_shares import TenantWeights, TierShares
+from kvkeep.store.tiers.cold_blocks import ids_of, rows_of
+from kvkeep.store.tiers.tier_shares import IndexedBlock, TierShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
+    from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.tiers.cold_blocks import ColdBlock, Rows
     from kvkeep.store.tiers.conversations import BlockWaits
+    from kvkeep.store.tiers.tier_shares import TenantWeights, TierLane
 
-__all__ = ["Index", "IndexedBlock"]
+__all__ = ["Index"]
 
 _AT_ONCE: Final = 1024  # blocks of a listing that are added under one hold of the lock
 _MOST_EXPIRED: Final = 1000  # blocks that are forgotten at once
 _ROUNDS: Final = 255
 _COOLED: Final = 32  # blocks that become cold at once
 _MANY: Final = 1024  # ends of pins, beyond which stale ones are dropped
-
-
-class IndexedBlock(Entry):
-    """A block that a policy orders; `size` is the bytes of its record.
-
-    Attributes:
-        used: last use, in Unix seconds; the time to live counts from it.
-        noted: the last use that was reported to the backend.
-        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
-        held: number of writers and requests that need it now.
-        round: number of the last listing that found it.
-    """
-
-    __slots__ = ("block", "held", "noted", "pinned", "round", "used")
-
-    def __init__(self, block: bytes, size: int, used: float, round_: int) -> None:
-        super().__init__()
-        self.block = block
-        self.size = size
-        self.used = self.noted = used
-        self.pinned = 0.0
-        self.held = 0
-        self.round = round_
 
 
 class Index:
@@ -65,8 +47,8 @@ class Index:
     used, held or pinned is ordered by the policy again.
 
     Thread safety: all methods, by one lock, under which no other is taken but that of the learner
-    of the policy `returns`. It is held for 1,024 blocks of a listing, and for a quarter of a second
-    where a million cold blocks are written anew. Cost: about a microsecond a block.
+    of the policy `returns`. It is held for 1,024 blocks of a listing, and for 2 ms where cold
+    blocks are moved. Cost: about a microsecond a block.
 
     Arguments:
         policy: makes the eviction policies.
@@ -96,12 +78,10 @@ class Index:
         """Bytes of all records."""
         self._clock = clock
         self._ordered = ordered
-        self._make = policy
         self._lock = threading.Lock()  # all that follows
         self._blocks: dict[bytes, IndexedBlock] = {}
-        self._cold = ColdBlocks()
-        self._policy = policy()
-        self._shares: TierShares | None = None
+        self._shares = TierShares(policy, shares, budget)
+        self._cold = 0  # blocks of `_shares` that are cold
         self._waiting: BlockWaits | None = None
         self._taken = 0  # bytes of all records in whole units
         self._spaces: dict[bytes, tuple[int, int]] = {}  # bytes of each namespace, and in units
@@ -114,17 +94,16 @@ class Index:
         self._filling = threading.Lock()  # one listing at a time; taken before the other lock
         self._round = 1  # the number of the last listing
         self._gone: set[bytes] | None = None  # blocks forgotten while a listing goes on
-        self.policy = self._policy.name
+        first = self._shares.first
+        self.policy = self._shares.name if self._shares.fair else first.name
         """The name of the policy."""
-        self.awaits = isinstance(self._policy, ReturnAware)
+        self.awaits = isinstance(first, ReturnAware)
         """Whether the policy orders by when conversations return."""
-        if shares is not None:
-            self._share(TierShares(policy, shares, budget, self._oldest_cold))
 
     # --- queries ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._cold)
+        return len(self._blocks) + self._cold
 
     def __contains__(self, block: object) -> bool:
         entry = self._get(block)  # type: ignore[arg-type]
@@ -151,11 +130,21 @@ class Index:
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
-        there = self._blocks if self.ttl is None and not len(self._cold) else self
+        there = self._there
         for count, block in enumerate(blocks):
             if block not in there:
                 return count
         return len(blocks)
+
+    def among(self, blocks: Iterable[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are here."""
+        there = self._there
+        return {block for block in blocks if block in there}
+
+    @property
+    def _there(self) -> Container[bytes]:
+        """What has the blocks that are here: their dict, where that is enough."""
+        return self._blocks if self.ttl is None and not self._cold else self
 
     def spaces(self) -> dict[bytes, int]:
         """Return the bytes of each namespace."""
@@ -165,8 +154,8 @@ class Index:
     def blocks(self, space: bytes = b"") -> list[bytes]:
         """Return the ids of all blocks, or of those of one namespace."""
         with self._lock:
-            every = [*self._blocks, *(row.block for row in self._cold)]
-            return [block for block in every if block.startswith(space)]
+            cold = [row.block for lane in self._shares.lanes() for row in lane.cold]
+            return [block for block in (*self._blocks, *cold) if block.startswith(space)]
 
     def may_free(self, needed: int) -> bool:
         """Whether ``needed`` bytes could be freed, if held blocks are freed in time."""
@@ -199,11 +188,13 @@ class Index:
             entry = self._ordered_block(block)
             now = self._clock()
             if entry is None:
-                self._count(block, 0, size)
-                entry = self._insert(IndexedBlock(block, size, now, self._round))
+                lane = self._shares.lane_for(block)
+                self._count(lane, block, size, self._takes(size))
+                entry = self._insert(IndexedBlock(block, size, now, self._round, lane))
             else:
                 self._dequeue(entry)
-                self._count(block, entry.size, size)
+                more = self._takes(size) - self._takes(entry.size)
+                self._count(entry.lane, block, size - entry.size, more)
                 if entry.pinned:
                     self._pinned_bytes += size - entry.size
                 entry.size, entry.used, entry.noted = size, now, now
@@ -262,14 +253,14 @@ class Index:
         gone: list[bytes] = []
         with self._lock:
             self._unpin_ended()
-            owners: Iterator[Hashable] = repeat(None)
-            if self._shares is not None:
-                owners = self._shares.givers()
-                if space is not None and space in self._quotas:
-                    owners = repeat(self._shares.owner(space))
+            if space is not None and space in self._quotas:
+                lane = self._shares.lane(space)
+                lanes = iter(()) if lane is None else repeat(lane)
+            else:
+                lanes = self._shares.givers()
             while needed > 0:
-                victim = next(owners, _NOBODY)
-                entry = None if victim is _NOBODY else self._pop(victim)
+                lane = next(lanes, None)
+                entry = None if lane is None else self._pop(lane)
                 if entry is None:
                     break
                 self._drop(entry)
@@ -285,9 +276,10 @@ class Index:
         with self._lock:
             late = (block for block, entry in self._blocks.items() if self._expired(entry))
             old = list(islice(late, _MOST_EXPIRED))
-            if len(old) < _MOST_EXPIRED:
-                since = self._clock() - self.ttl
-                old += self._cold.unused_since(since, _MOST_EXPIRED - len(old))
+            since = self._clock() - self.ttl
+            for lane in self._shares.lanes():
+                if len(old) < _MOST_EXPIRED:
+                    old += lane.cold.unused_since(since, _MOST_EXPIRED - len(old))
             for block in old:
                 self._forget(block)
         return old
@@ -306,7 +298,6 @@ class Index:
         with self._filling:
             with self._lock:
                 self._round = self._round % _ROUNDS + 1
-                self._cold.begin_listing()
                 self._gone = set()
             try:
                 items = iter(found)
@@ -317,10 +308,17 @@ class Index:
                 self._order_listed()
             with self._lock:
                 here = self._blocks.values()
-                gone = [entry.block for entry in here if entry.round != self._round]
-                gone += self._cold.not_listed(self._round)
-                for block in gone:
-                    self._forget(block)
+                unseen = [entry.block for entry in here if entry.round != self._round]
+                for lane in self._shares.lanes():
+                    unseen += lane.cold.not_listed(self._round)
+            gone: list[bytes] = []
+            for start in range(0, len(unseen), _AT_ONCE):
+                with self._lock:
+                    for block in unseen[start : start + _AT_ONCE]:
+                        entry = self._look(block)
+                        if entry is not None and entry.round != self._round:  # not added meanwhile
+                            self._forget(block)
+                            gone.append(block)
         return gone
 
     # --- holds and pins --------------------------------------------------------------------------
@@ -421,9 +419,6 @@ class Index:
         """Limit a namespace to ``limit`` bytes; see `over_quota`."""
         with self._lock:
             self._quotas[space] = limit
-            if self._shares is None:
-                self._share(TierShares(self._make, None, self.budget, self._oldest_cold))
-            assert self._shares is not None
             self._regroup(space, self._shares.limited(space))
 
     def over_quota(self, space: bytes, more: int) -> int:
@@ -442,7 +437,7 @@ class Index:
         calls regroup its blocks, at the cost of a pass over all.
         """
         with self._lock:
-            if self._shares is not None and self._shares.fair:
+            if self._shares.fair:
                 self._regroup(space, self._shares.announced(space, tenant, self._spaces))
 
     # --- conversations that wait -----------------------------------------------------------------
@@ -452,7 +447,7 @@ class Index:
         with self._lock:
             assert not len(self), "the waits of blocks that are ordered already"
             self._waiting = waiting
-            first = self._policy if self._shares is None else self._shares.first
+            first = self._shares.first
             assert isinstance(first, ReturnAware)
             first.attend(waiting.returns, waiting.clock)
 
@@ -473,10 +468,17 @@ class Index:
     def _get(self, block: bytes) -> IndexedBlock | ColdBlock | None:
         """Return what is known of a block. Takes the lock itself, where there are cold ones."""
         entry = self._blocks.get(block)
-        if entry is not None or not len(self._cold):
+        if entry is not None or not self._cold:
             return entry
         with self._lock:
-            return self._blocks.get(block) or self._cold.get(block)
+            return self._look(block)
+
+    def _look(self, block: bytes) -> IndexedBlock | ColdBlock | None:
+        entry = self._blocks.get(block)
+        if entry is not None or not self._cold:
+            return entry
+        lane = self._shares.lane(block)
+        return None if lane is None else lane.cold.get(block)
 
     def _expired(self, entry: IndexedBlock | ColdBlock) -> bool:
         if self.ttl is None:
@@ -489,26 +491,27 @@ class Index:
     def _ordered_block(self, block: bytes) -> IndexedBlock | None:
         """Return the entry of a block, which is not cold any longer; None if it is unknown."""
         entry = self._blocks.get(block)
-        if entry is not None or not len(self._cold):
+        lane = None if entry is not None or not self._cold else self._shares.lane(block)
+        if lane is None:
             return entry
-        row = self._cold.take(block)
+        row = lane.cold.take(block)
         if row is None:
             return None
-        return self._insert(IndexedBlock(block, row.size, row.used, row.round))
+        self._cold -= 1
+        return self._insert(IndexedBlock(block, row.size, row.used, row.round, lane))
 
     def _insert(self, entry: IndexedBlock) -> IndexedBlock:
         """Order a new entry; if there are too many, others become cold."""
         if self._ordered is not None and len(self._blocks) >= self._ordered:
-            owner = None if self._shares is None else self._shares.cooled(entry.block)
+            lane = self._shares.cooled(entry.lane)
             for _ in range(min(_COOLED, 1 + self._ordered // 16)):
-                other = self._pop_ordered(owner)
+                other = self._pop_ordered(lane)
                 if other is None:
                     break
-                self._cold.add(other.block, other.size, other.used, other.round)
+                lane.cold.add(other.block, other.size, other.used, other.round)
+                self._cold += 1
                 del self._blocks[other.block]
         self._blocks[entry.block] = entry
-        if self._shares is not None:
-            entry.namespace = self._shares.owner(entry.block)
         self._use(entry)
         return entry
 
@@ -527,37 +530,31 @@ class Index:
         if self._waiting is not None:
             wait, entry.followers = self._waiting.best(entry.block)
             entry.wait = entry.wait if wait is None else wait
-        self._policy.add(entry)
+        lane = entry.lane
+        lane.policy.add(entry)
+        if not lane.item:
+            self._shares.ranked(lane)
 
     def _dequeue(self, entry: IndexedBlock) -> None:
         """End that an entry is a candidate, if it is one."""
         if not entry.held and not entry.pinned:
-            self._policy.discard(entry)
+            entry.lane.policy.discard(entry)
 
-    def _pop(self, owner: Hashable) -> IndexedBlock | None:
-        """Remove the next victim of an owner from the order; return it, None if there is none."""
-        row = self._oldest_cold(owner)
+    def _pop(self, lane: TierLane) -> IndexedBlock | None:
+        """Remove the next victim of a lane from the order; return it, None if there is none."""
+        row = lane.cold.pop()
         if row is None:
-            return self._pop_ordered(owner)
-        self._cold.take(row.block)
-        return IndexedBlock(row.block, row.size, row.used, row.round)
+            return self._pop_ordered(lane)
+        self._cold -= 1
+        return IndexedBlock(row.block, row.size, row.used, row.round, lane)
 
-    def _pop_ordered(self, owner: Hashable) -> IndexedBlock | None:
+    def _pop_ordered(self, lane: TierLane) -> IndexedBlock | None:
         while True:
-            entry = self._policy.pop() if self._shares is None else self._shares.pop_of(owner)
+            entry = lane.policy.pop()
             assert entry is None or isinstance(entry, IndexedBlock)
             if entry is None or self._waiting is None or not self._waiting.outlives(entry):
                 return entry
-            self._policy.add(entry)
-
-    def _oldest_cold(self, owner: Hashable) -> ColdBlock | None:
-        """Return the oldest cold block of an owner, all without shares; None if there is none."""
-        if self._shares is None or not len(self._cold):
-            return self._cold.oldest()
-        spaces, others = self._shares.spaces_of(owner)
-        if not others and not self._cold.any_of(spaces):
-            return None
-        return self._cold.oldest(owner, spaces, others=others)
+            lane.policy.add(entry)
 
     def _drop(self, entry: IndexedBlock) -> None:
         """Forget an entry that is in no order any longer."""
@@ -566,7 +563,7 @@ class Index:
             self._gone.add(entry.block)
         if entry.pinned:
             self._pinned_bytes -= entry.size
-        self._count(entry.block, entry.size, 0)
+        self._count(entry.lane, entry.block, -entry.size, -self._takes(entry.size))
 
     def _forget(self, block: bytes) -> bool:
         if self._gone is not None:
@@ -576,9 +573,11 @@ class Index:
             self._dequeue(entry)
             self._drop(entry)
             return True
-        row = self._cold.take(block)
-        if row is not None:
-            self._count(block, row.size, 0)
+        lane = self._shares.lane(block) if self._cold else None
+        row = None if lane is None else lane.cold.take(block)
+        if lane is not None and row is not None:
+            self._cold -= 1
+            self._count(lane, block, -row.size, -self._takes(row.size))
         return row is not None
 
     def _hold(self, block: bytes) -> bool:
@@ -623,73 +622,86 @@ class Index:
 
     def _list(self, some: Iterable[tuple[bytes, int, float]]) -> None:
         """Take over blocks of a listing."""
-        cold: dict[bytes, tuple[int, float]] = {}
-        for block, size, used in some:
-            entry = self._blocks.get(block)
-            if entry is None:
-                if not self._gone or block not in self._gone or self._cold.get(block) is not None:
-                    cold[block] = size, used
-            else:
+        cold: dict[TierLane, dict[bytes, tuple[bytes, int, float]]] = {}
+        blocks, gone, lane, space = self._blocks, self._gone, None, b""
+        for item in some:
+            block, _, used = item
+            entry = blocks.get(block)
+            if entry is not None:
                 entry.round = self._round
                 if used > entry.used:
                     entry.used = entry.noted = used
-        for block in self._cold.listed(cold, self._round):
-            self._count(block, 0, cold[block][0])
+            elif not gone or block not in gone or self._look(block) is not None:
+                if lane is None or not block.startswith(space):
+                    lane, space = self._shares.lane_for(block), block[:SPACE_BYTES]
+                cold.setdefault(lane, {})[block] = item
+        for lane, items in cold.items():
+            self._count_listed(lane, lane.cold.listed(rows_of(items.values(), self._round)))
+
+    def _count_listed(self, lane: TierLane, rows: Rows) -> None:
+        """Count the new blocks of a listing."""
+        self._cold += len(rows)
+        spaces = rows["block"][:, : SPACE_BYTES // 8]
+        while len(rows):  # most are of one namespace
+            mine = (spaces == spaces[0]).all(axis=1)
+            sizes = rows["size"][mine].astype(np.int64)
+            taken = int((-(-sizes // self.unit)).sum()) * self.unit
+            self._count(lane, spaces[0].tobytes(), int(sizes.sum()), taken)
+            rows, spaces = rows[~mine], spaces[~mine]
 
     def _order_listed(self) -> None:
         """End a listing: order what it found by last use, and let the policy order the newest."""
         with self._lock:
             self._gone = None
-            most = len(self._cold) if self._ordered is None else self._ordered
-            newest = self._cold.end_listing(most)
-        for start in range(0, len(newest), _AT_ONCE):
+            lanes = self._shares.lanes()
+        newest = [rows_of((), 0)]
+        for lane in lanes:
+            while self._step(lane.cold.settle_listed):
+                pass
             with self._lock:
-                for block in newest[start : start + _AT_ONCE]:
+                times = lane.cold.listed_times()
+            order = np.argsort(times, kind="stable")
+            with self._lock:
+                newest.append(lane.cold.end_listing(order, self._ordered or len(order)))
+            while self._step(lane.cold.settle):
+                pass
+        rows = np.concatenate(newest)
+        rows = rows[np.argsort(rows["used"], kind="stable")][-(self._ordered or len(rows)) :]
+        for start in range(0, len(rows), _AT_ONCE):
+            with self._lock:
+                for block in ids_of(rows[start : start + _AT_ONCE]):
                     self._ordered_block(block)
 
-    def _share(self, shares: TierShares) -> None:
-        """Give each tenant, or namespace with a quota, a policy of its own."""
-        entries = sorted(self._blocks.values(), key=lambda entry: entry.last_used)
-        for entry in entries:
-            self._dequeue(entry)
-        if self._waiting is not None:
-            assert isinstance(shares.first, ReturnAware)
-            shares.first.attend(self._waiting.returns, self._waiting.clock)
-        self._policy = self._shares = shares
-        self.policy = shares.first.name + "+shares" * shares.fair
-        for space, (_, taken) in self._spaces.items():
-            shares.resize(shares.owner(space), taken)
-        for entry in entries:
-            entry.namespace = shares.owner(entry.block)
-            self._enqueue(entry)
+    def _step(self, step: Callable[[], bool]) -> bool:
+        with self._lock:
+            return step()
 
     def _regroup(self, space: bytes, owner: Hashable) -> None:
         """Let another owner have a namespace."""
         shares = self._shares
-        assert shares is not None
         before = shares.owner(space)
-        if before == owner:
-            shares.own(space, owner)  # it may not be in the table yet
+        shares.own(space, owner)  # it may not be in the table yet
+        taken = self._spaces.get(space, (0, 0))[1]
+        if before == owner or not taken:
             return
+        source, lane = shares.lane_of(before), shares.lane_of(owner)
         mine = [entry for entry in self._blocks.values() if entry.block.startswith(space)]
         for entry in mine:
             self._dequeue(entry)
-        taken = self._spaces.get(space, (0, 0))[1]
-        shares.resize(before, -taken)
-        shares.own(space, owner)
-        shares.resize(owner, taken)
-        self._cold.regroup()
+        lane.cold.extend(source.cold.split(space))
+        for one, more in ((lane, taken), (source, -taken)):
+            one.size += more
+            shares.level_changed(one, more)
         for entry in sorted(mine, key=lambda entry: entry.last_used):
-            entry.namespace = owner
+            entry.lane = lane
             self._enqueue(entry)
 
     def _takes(self, size: int) -> int:
         """Return ``size`` in whole units of the backend."""
         return -(-size // self.unit) * self.unit
 
-    def _count(self, block: bytes, before: int, after: int) -> None:
-        """Count a block whose bytes change; 0: it is not here."""
-        more, taken = after - before, self._takes(after) - self._takes(before)
+    def _count(self, lane: TierLane, block: bytes, more: int, taken: int) -> None:
+        """Count bytes of a block, or of a namespace, that came or went, and in whole units."""
         space = block[:SPACE_BYTES]
         self.total_bytes += more
         self._taken += taken
@@ -698,14 +710,18 @@ class Index:
             self._spaces[space] = size + more, of_space + taken
         else:
             del self._spaces[space]
-        if self._shares is not None:
-            self._shares.resize(self._shares.owner(block), taken)
+        lane.size += taken
+        if self._shares.fair:
+            self._shares.level_changed(lane, taken)
 
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""
         with self._lock:
-            self._cold.check()
-            entries, rows = self._blocks.values(), list(self._cold)
+            entries, lanes = self._blocks.values(), self._shares.lanes()
+            for lane in lanes:
+                lane.cold.check()
+            rows = [row for lane in lanes for row in lane.cold]
+            assert len(rows) == self._cold
             assert not self._blocks.keys() & {row.block for row in rows}
             spaces: dict[bytes, tuple[int, int]] = {}
             every: list[IndexedBlock | ColdBlock] = [*entries, *rows]
@@ -718,10 +734,5 @@ class Index:
             assert self._taken == sum(taken for _, taken in spaces.values())
             assert self._pinned_bytes == sum(one.size for one in entries if one.pinned)
             candidates = [one for one in entries if not one.held and not one.pinned]
-            assert len(self._policy) == len(candidates)
-            if self._shares is not None:
-                in_units = {space: taken for space, (_, taken) in spaces.items()}
-                self._shares.recount(candidates, in_units)
-
-
-_NOBODY: Final = object()
+            in_units = {space: taken for space, (_, taken) in spaces.items()}
+            self._shares.recount(candidates, in_units)

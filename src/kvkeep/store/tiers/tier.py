@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.prompt_writes import TierWrites
+    from kvkeep.store.tiers.moves import TierWrites
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -49,7 +49,7 @@ _LOG = logging.getLogger("kvkeep.tiers")
 _EXPIRE_EVERY = 60.0  # seconds
 _LISTING_SHARE = 20  # pause between two `expire`, in durations of the last listing
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
-ORDERED = 1 << 16
+ORDERED = 40_960
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
@@ -210,9 +210,20 @@ class Tier:
             return not self.states.hides(block) and self.catalogue.expired_at(block) is None
         return self.knows(block)
 
+    def known(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are known to be here; no I/O."""
+        there = self.catalogue.among(blocks) if self.indexed else set()
+        if there and not self.states.hides_none:
+            return {block for block in there if not self.states.hides(block)}
+        return there
+
     def serves(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here and can be read now; no I/O."""
         return self.knows(block) and not self.unreadable(block)
+
+    def serving(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` of which `serves` is true."""
+        return {block for block in self.known(blocks) if not self.unreadable(block)}
 
     def may_hold(self, block: bytes) -> bool:
         """Whether this tier may hold ``block`` although it cannot be queried now."""
@@ -225,7 +236,7 @@ class Tier:
         ``until`` (monotonic seconds) at most; blocks without an answer count as missing.
         """
         if not self.queried:
-            return {block for block in blocks if self.knows(block)}
+            return self.known(blocks)
         mark = self.states.before_query()
         timeout = self.timeout
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
@@ -247,7 +258,7 @@ class Tier:
 
         Otherwise they would never be written again.
         """
-        known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
+        known = list(self.known(blocks)) if self.backend.shared else []
         if known:
             self.reading.submit(lambda: self._recheck(known))
 

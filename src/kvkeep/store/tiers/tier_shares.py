@@ -1,23 +1,23 @@
-"""`TierShares`: fair shares of a tier for tenants, whose blocks are told by their space."""
+"""`TierShares`: whose blocks leave a tier: fair shares for tenants, and namespaces with quotas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.core.eviction.shares import ShareClaim, Shares, check_weights
+from kvkeep.core.eviction import Entry
+from kvkeep.core.eviction.shares import Lane, ShareClaim, Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.cold_blocks import ColdBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
-    from kvkeep.core.eviction import Entry, EvictionPolicy
-    from kvkeep.core.eviction.shares import Lane
-    from kvkeep.store.tiers.cold_blocks import ColdBlock
-    from kvkeep.store.tiers.index import IndexedBlock
+    from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["TenantWeights", "TierShares"]
+__all__ = ["IndexedBlock", "TenantWeights", "TierLane", "TierShares"]
 
 _MOST_SPACES: Final = 1 << 14  # announced ones, beyond which those without blocks are forgotten
 
@@ -45,7 +45,43 @@ class _Owner(NamedTuple):
     announced: bool = True
 
 
+_MOST: Final = (inf, 0.0, 0)  # behind all ranks of victims
 _REST: Final = _Owner("", None)  # all spaces without a quota, where tenants have no shares
+
+
+class IndexedBlock(Entry):
+    """A block that a policy orders; `size` is the bytes of its record.
+
+    Attributes:
+        used: last use, in Unix seconds; the time to live counts from it.
+        noted: the last use that was reported to the backend.
+        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
+        held: number of writers and requests that need it now.
+        lane: whose policy orders it.
+        round: number of the last listing that found it.
+    """
+
+    __slots__ = ("block", "held", "lane", "noted", "pinned", "round", "used")
+
+    def __init__(self, block: bytes, size: int, used: float, round_: int, lane: TierLane) -> None:
+        super().__init__()
+        self.block = block
+        self.lane = lane
+        self.size = size
+        self.used = self.noted = used
+        self.pinned = 0.0
+        self.held = 0
+        self.round = round_
+
+
+class TierLane(Lane):
+    """The blocks of one owner: a policy orders them, but for the cold ones, which go before."""
+
+    __slots__ = ("cold",)
+
+    def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
+        super().__init__(tenant, policy, claim)
+        self.cold = ColdBlocks()
 
 
 class TierShares(Shares):
@@ -64,27 +100,25 @@ class TierShares(Shares):
         make: makes the policy of each owner.
         shares: the weights.
         budget: bytes of the tier; without, no tenant is below its share.
-        oldest_cold: returns the oldest cold block of an owner, None if it has none. These are
-            evicted before the candidates of its policy.
     """
 
+    _lane_type = TierLane
+    _lanes: dict[Hashable, TierLane]  # type: ignore[assignment]
+
     def __init__(
-        self,
-        make: Callable[[], EvictionPolicy],
-        shares: TenantWeights | None,
-        budget: int | None,
-        oldest_cold: Callable[[Hashable], ColdBlock | None],
+        self, make: Callable[[], EvictionPolicy], shares: TenantWeights | None, budget: int | None
     ) -> None:
+        super().__init__(make, None if shares is None else shares.weights)
         self.fair = shares is not None
-        if shares is None:
-            super().__init__(make, guaranteed=0.0)
-        else:
-            super().__init__(make, shares.weights)
-        self._oldest_cold = oldest_cold
         self._owners: dict[bytes, _Owner] = {}  # of announced spaces, and those with quotas
         self._most = _MOST_SPACES
         self.fit(budget or 1)
-        for space, name in () if shares is None else shares.spaces.items():
+        if shares is None:  # most tiers have one lane, which needs no policy beside the first
+            self._lanes[_REST] = TierLane(_REST, self.first, ShareClaim())
+            self._lanes[_REST].item = 1
+            return
+        self.name = f"{self.first.name}+shares"
+        for space, name in shares.spaces.items():
             self.own(space, self.announced(space, name, ()))
 
     # --- owners ------------------------------------------------------------------------------
@@ -122,15 +156,6 @@ class TierShares(Shares):
         """Return the owner of a space with a quota."""
         return self.owner(space)._replace(space=space)
 
-    def spaces_of(self, owner: Hashable) -> tuple[Collection[bytes], bool]:
-        """Return the spaces of an owner; or True, and those of all others."""
-        assert isinstance(owner, _Owner)
-        if owner.space is not None:
-            return (owner.space,), False
-        if not self.fair:
-            return self._owners, True
-        return [space for space, one in self._owners.items() if one == owner], False
-
     def _claim_of(self, tenant: Hashable) -> ShareClaim:
         assert isinstance(tenant, _Owner)
         if not tenant.announced:
@@ -139,72 +164,105 @@ class TierShares(Shares):
             return ShareClaim(public=True)
         return ShareClaim(self.weights.get(tenant.name, 1.0))
 
+    # --- lanes -------------------------------------------------------------------------------
+
+    def lanes(self) -> list[TierLane]:
+        """Return the lanes of all owners; without shares also of those that store nothing."""
+        return list(self._lanes.values())
+
+    def lane(self, block: bytes) -> TierLane | None:
+        """Return the lane of ``block``, None if its owner has none."""
+        return self._lanes.get(self.owner(block) if self.fair or self._owners else _REST)
+
+    def lane_for(self, block: bytes) -> TierLane:
+        """Return the lane of ``block``; its owner has one from now on."""
+        lane = self.lane(block)
+        return self._new_lane(self.owner(block)) if lane is None else lane
+
+    def lane_of(self, owner: Hashable) -> TierLane:
+        """Return the lane of an owner, who has one from now on."""
+        return self._lanes.get(owner) or self._new_lane(owner)
+
+    def _new_lane(self, owner: Hashable) -> TierLane:
+        lane = self._lane(owner)
+        assert isinstance(lane, TierLane)
+        lane.item = 0 if self.fair else 1  # numbers rank lanes, where these have shares
+        return lane
+
+    def level_changed(self, lane: TierLane, change: int) -> None:
+        """Rank a lane whose ``size`` changed anew; one that stores nothing any longer goes."""
+        if self.fair and change:
+            if not lane.size:
+                self._emptied(lane)
+            elif change > 0 or not lane.item:  # it may have cold blocks alone
+                self._rank(lane)
+
+    def ranked(self, lane: TierLane) -> None:
+        """Rank a lane that has a candidate again."""
+        self._rank(lane)
+
     # --- order -------------------------------------------------------------------------------
 
-    def resize(self, owner: Hashable, change: int) -> None:
-        """Count a change of the bytes that the blocks of ``owner`` take."""
-        if not change:
-            return
-        lane = self._lane(owner)
-        lane.size += change
-        if not lane.size:
-            self._emptied(lane)
-        elif change > 0 or not lane.item:  # it may have cold blocks alone
-            self._rank(lane)
-
-    def givers(self) -> Iterator[Hashable]:
-        """Yield the owner that gives each next victim.
+    def givers(self) -> Iterator[TierLane]:
+        """Yield the lane that gives each next victim.
 
         Between two of them the victim leaves, and nothing else changes. So victims in a row of one
         owner cost one comparison of owners.
         """
-        while lanes := self._givers():
-            lane, rival = lanes[0], None
-            if len(lanes) > 1:
-                ranks = sorted((self._keep(lane), at) for at, lane in enumerate(lanes))
-                lane, rival = lanes[ranks[0][1]], ranks[1][0]
-            yield lane.tenant
-            if rival is not None:
-                floor = self._floor()
-                while lane.item and lane.level > floor and self._first_of(lane) <= rival:
-                    yield lane.tenant
+        return self._choose() if self.fair or len(self._lanes) > 1 else repeat(self._lanes[_REST])
 
-    def _first_of(self, lane: Lane) -> tuple[float, Any]:
-        """Return `_keep` of a lane, or the greatest value if it has no candidates."""
-        return self._keep(lane) if self._has_candidates(lane) else (inf, inf)
+    def _choose(self) -> Iterator[TierLane]:
+        while True:
+            lanes: Iterable[Any] = self._givers() if self.fair else self._lanes.values()
+            least = rival = _MOST
+            giver: TierLane | None = None
+            for lane in lanes:
+                rank = self._first_of(lane)
+                if rank is not None and rank < least:
+                    least, rival, giver = rank, least, lane
+                elif rank is not None and rank < rival:
+                    rival = rank
+            if giver is None:
+                return
+            yield giver
+            floor = self._floor() * giver.claim.weight if self.fair else 0.0
+            while giver.size > floor and (rank := self._first_of(giver)) and rank <= rival:
+                yield giver
 
-    def pop_of(self, owner: Hashable) -> Entry | None:
-        """Remove and return the next victim of an owner's policy; None if that has none."""
-        lane = self._lanes.get(owner)
-        return None if lane is None else self._pop_of(lane)
+    def _first_of(self, lane: TierLane) -> tuple[float, float, int] | None:
+        """Return what ranks the next victim of a lane, the least first; None if it has none."""
+        row = lane.cold.oldest()
+        if row is not None:
+            return 0.0, row.used, 0
+        worth = lane.policy.least()
+        if worth is not None:
+            return worth, 0.0, 0
+        entry = lane.policy.peek()
+        assert entry is None or isinstance(entry, IndexedBlock)
+        return None if entry is None else (0.0, entry.used, entry.last_used)
 
-    def cooled(self, block: bytes) -> Hashable:
-        """Return the owner whose next victims become cold before ``block`` is added."""
-        lanes = [lane for lane in self._givers() if len(lane.policy)]
-        return min(lanes, key=super()._keep).tenant if lanes else self.owner(block)
+    def cooled(self, lane: TierLane) -> TierLane:
+        """Return the lane whose next victims become cold before a block of ``lane`` is added."""
+        if not self.fair:
+            return lane
+        lanes = [one for one in self._givers() if len(one.policy)]
+        return min(lanes, key=self._keep) if lanes else lane  # type: ignore[return-value]
 
     def _has_candidates(self, lane: Lane) -> bool:
-        return super()._has_candidates(lane) or self._oldest_cold(lane.tenant) is not None
+        return len(lane.policy) > 0 or len(lane.cold) > 0  # type: ignore[attr-defined]
 
-    def _age_of(self, entry: Entry) -> tuple[float, float]:
-        block: IndexedBlock = entry  # type: ignore[assignment]
-        return block.used, block.last_used
-
-    def _keep(self, lane: Lane) -> tuple[float, Any]:
-        row = self._oldest_cold(lane.tenant)
-        return super()._keep(lane) if row is None else (0.0, (row.used, 0.0))
-
-    def recount(self, candidates: Iterable[Entry], taken: Mapping[bytes, int]) -> None:
+    def recount(self, candidates: Iterable[IndexedBlock], taken: Mapping[bytes, int]) -> None:
         """Recount everything; ``taken`` are the bytes of each space. May raise AssertionError."""
         sizes: dict[Hashable, int] = {}
         for space, size in taken.items():
             sizes[self.owner(space)] = sizes.get(self.owner(space), 0) + size
-        assert sizes == {owner: lane.size for owner, lane in self._lanes.items()}
-        counts: dict[Hashable, int] = dict.fromkeys(sizes, 0)
+        assert sizes == {owner: lane.size for owner, lane in self._lanes.items() if lane.size}
+        counts: dict[Hashable, int] = dict.fromkeys(self._lanes, 0)
         for entry in candidates:
-            counts[entry.namespace] += 1
+            assert self.lane(entry.block) is entry.lane
+            counts[entry.lane.tenant] += 1
         for owner, lane in self._lanes.items():
-            assert counts[owner] == len(lane.policy) == len(lane.ages)
+            assert counts[owner] == len(lane.policy)
             assert lane.item or not self._has_candidates(lane)
-            assert lane.claim == self._claim_of(owner)
-        assert len(self) == sum(counts.values())
+            assert lane.claim == self._claim_of(owner) or owner == _REST
+            assert all(self.owner(row.block) == owner for row in lane.cold)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import POLICIES, AgeQueue, Entry, EvictionPolicy
-from kvkeep.store.tiers.index import IndexedBlock
+from kvkeep.store.tiers.tier_shares import IndexedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,21 @@ class TwoQ(EvictionPolicy):
         self._queues[again].remove(entry)
         self._sizes[again] -= entry.size
 
+    def _order(self) -> tuple[int, int]:
+        """Return the queues in the order in which they give victims."""
+        return (0, 1) if self._sizes[0] > _PROBATION * sum(self._sizes) else (1, 0)
+
+    def peek(self) -> Entry | None:
+        queues = [self._queues[again] for again in self._order()]
+        queue = queues[0] if len(queues[0]) else queues[1]
+        entry = queue.pop()
+        if entry is not None:
+            queue.put_back(entry, entry.last_used)
+        return entry
+
     def pop(self) -> Entry | None:
         """Remove the oldest block on probation if those are too many, else of the others."""
-        excess = self._sizes[0] > _PROBATION * sum(self._sizes)
-        for again in (0, 1) if excess else (1, 0):
+        for again in self._order():
             entry = self._queues[again].pop()
             if entry is not None:
                 self._sizes[again] -= entry.size
