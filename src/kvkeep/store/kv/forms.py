@@ -121,6 +121,7 @@ class KVForm:
         self._flat = [part for layer in self.layers for part in parts[layer]]
         self._token_bytes = sum(p.heads * p.width for p in self._flat) * DTYPES[geometry.dtype]
         self._first = self._flat[0]
+        self._tokens_at = self._axis(self._first)
         self._one = kind is None and len({part.width for part in self._flat}) == 1
         self.block_shape = BlockShape(
             geometry.dtype, layout, tuple((part.heads, part.width) for part in self._flat)
@@ -275,7 +276,7 @@ class KVForm:
 
     def cut(self, kv: KV, start: int, stop: int) -> KV:
         """Return a view of tokens ``start`` … ``stop - 1`` of ``kv``, which has all layers."""
-        axis = self._axis(self._first)
+        axis = self._tokens_at
         if isinstance(kv, torch.Tensor):
             return kv.narrow(axis, start, stop - start)
         return tuple(
@@ -291,7 +292,7 @@ class KVForm:
         """Copy tokens ``start`` … ``stop - 1`` of ``kv`` into a record's raw bytes."""
         count = stop - start
         if isinstance(kv, torch.Tensor):
-            theirs = kv.narrow(self._axis(self._first), start, count)
+            theirs = kv.narrow(self._tokens_at, start, count)
             self._block(raw, count).copy_(theirs)
             return
         views = self._views(raw, count)
@@ -310,7 +311,7 @@ class KVForm:
         """Copy a record of ``tokens`` tokens, without the first ``skip``, to token ``start`` on."""
         count = tokens - skip
         if isinstance(into, torch.Tensor):
-            axis = self._axis(self._first)
+            axis = self._tokens_at
             into.narrow(axis, start, count).copy_(
                 self._block(raw, tokens).narrow(axis, skip, count)
             )
@@ -324,7 +325,7 @@ class KVForm:
     def view(self, raw: memoryview, tokens: int, *, skip: int = 0) -> KV:
         """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
         if self._one:
-            return self._block(raw, tokens).narrow(self._axis(self._first), skip, tokens - skip)
+            return self._block(raw, tokens).narrow(self._tokens_at, skip, tokens - skip)
         views = self._views(raw, tokens)
         layers = [tuple(next(views) for _ in some) for some in self._parts.values()]
         return self.cut(layers, skip, tokens)

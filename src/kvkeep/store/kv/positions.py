@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.names import Names
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "Prompt"]
+__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "PromptIds"]
 
 BASE: Final = -1
 STATE: Final = -2
@@ -86,7 +86,7 @@ class Position:
         return self._pieces
 
 
-class Prompt:
+class PromptIds:
     """A prompt as one call to a store names it, and the ids of its records.
 
     Cost: about 1 µs a block for the ids of blocks, once they are needed, and as much for each other
@@ -119,29 +119,29 @@ class Prompt:
             self._full = self.names.full(self.row)
         return self._full
 
-    def cut(self, tokens: int) -> Prompt:
+    def cut(self, tokens: int) -> PromptIds:
         """Return its first ``tokens`` tokens."""
-        part = Prompt(self.forms, self.row[:tokens], min(self.start, tokens), self.names)
+        part = PromptIds(self.forms, self.row[:tokens], min(self.start, tokens), self.names)
         part._full = None if self._full is None else self._full[: tokens // self.size]
         return part
 
-    def behind(self, start: int) -> Prompt:
+    def behind(self, start: int) -> PromptIds:
         """Return the same with another ``start``."""
         if start == self.start:
             return self
-        other = Prompt(self.forms, self.row, start, self.names)
+        other = PromptIds(self.forms, self.row, start, self.names)
         other._full = self._full
         return other
 
-    def copied(self) -> Prompt:
+    def copied(self) -> PromptIds:
         """Return the same with tokens of its own, for what is named after the call returns."""
-        return Prompt(self.forms, self.row.copy(), self.start, self.names)
+        return PromptIds(self.forms, self.row.copy(), self.start, self.names)
 
-    def private(self) -> Prompt:
+    def private(self) -> PromptIds:
         """Return the same with all blocks named in its own namespace: no public ones."""
         if not self.names.public:
             return self
-        return Prompt(self.forms, self.row, self.start, self.names.private())
+        return PromptIds(self.forms, self.row, self.start, self.names.private())
 
     def end(self, tokens: int) -> bytes:
         """Return the id that ends at a position: of a block, or of a tail."""
@@ -172,8 +172,7 @@ class Prompt:
         return self._tagged(group, self.end(stop), skip)
 
     def _tagged(self, group: int, block: bytes, skip: int = 0) -> bytes:
-        digest = _tag(group, skip).copy()
-        digest.update(block[SPACE_BYTES:])
+        digest = hashlib.sha256(_tag(group, skip) + block[SPACE_BYTES:])
         return block[:SPACE_BYTES] + digest.digest()
 
     def base_pieces(self, tokens: int, first: int = 0) -> list[PositionPiece]:
@@ -235,12 +234,12 @@ class Prompt:
 
 
 @lru_cache(1024)
-def _tag(group: int, skip: int) -> hashlib._Hash:
-    """Return the hash before the key of a record's end."""
+def _tag(group: int, skip: int) -> bytes:
+    """Return what is hashed before the key of a record's end."""
     tag = b"state" if group == STATE else b"window %d" % group
     if skip:
         tag += b" from %d" % skip
-    return hashlib.sha256(b"kvkeep record 1\n" + tag + b"\n")
+    return b"kvkeep record 1\n" + tag + b"\n"
 
 
 class PositionFinder:
@@ -257,7 +256,7 @@ class PositionFinder:
     def __init__(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         *,
         until: float | None = None,
         ask: bool = True,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvkeep.store.kv.forms import RecordForms
-    from kvkeep.store.kv.positions import Position, PositionPiece, Prompt
+    from kvkeep.store.kv.positions import Position, PositionPiece, PromptIds
     from kvkeep.store.tiers import BlockPrefetch, Removed, TieredStore
 
     LossesOf = Callable[[Sequence[bytes]], list[Loss | None]]
@@ -51,7 +51,7 @@ class PromptRecords:
         self._forms = forms
         self._followers = followers
 
-    def lookup(self, tiered: TieredStore, prompt: Prompt) -> Lookup:
+    def lookup(self, tiered: TieredStore, prompt: PromptIds) -> Lookup:
         """Return the length of the stored prefix, and in which tiers it is."""
         since, tiers = time.time(), tiered.names
         finder = PositionFinder(tiered, prompt)
@@ -72,12 +72,12 @@ class PromptRecords:
         parts = tokens_by_tier(zip(position.pieces, named, strict=True), tokens, 0)
         return Lookup(tokens, runs_of(parts), max(stored, tokens), miss)
 
-    def pieces(self, tiered: TieredStore, prompt: Prompt) -> list[LoadPiece]:
+    def pieces(self, tiered: TieredStore, prompt: PromptIds) -> list[LoadPiece]:
         """Return what is stored of the prompt from its ``start`` on, in pieces to load."""
         position = PositionFinder(tiered, prompt).longest()
         return load_pieces(position, prompt, tiered.names)
 
-    def why(self, tiered: TieredStore, prompt: Prompt, since: float | None) -> tuple[Miss, ...]:
+    def why(self, tiered: TieredStore, prompt: PromptIds, since: float | None) -> tuple[Miss, ...]:
         """Return why tokens from the prompt's ``start`` on are missing."""
         losses_of = partial(tiered.losses_of, since=since)
         start, size, length = prompt.start, prompt.size, len(prompt)
@@ -106,7 +106,7 @@ class PromptRecords:
     def _state_miss(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         start: int,
         ends: Sequence[int],
         since: float | None,
@@ -123,7 +123,7 @@ class PromptRecords:
             *max(losses, key=lambda loss: loss.at or 0.0, default=never),
         )
 
-    def touch(self, tiered: TieredStore, prompt: Prompt) -> None:
+    def touch(self, tiered: TieredStore, prompt: PromptIds) -> None:
         """Count a use of the records that are known to be stored."""
         if self._forms.whole:
             tiered.used(prompt.full)
@@ -132,7 +132,7 @@ class PromptRecords:
         if position is not None:
             tiered.used([piece.id for piece in position.pieces])
 
-    def beside(self, tiered: TieredStore, prompt: Prompt) -> list[bytes]:
+    def beside(self, tiered: TieredStore, prompt: PromptIds) -> list[bytes]:
         """Return the ids of records that a prompt has beside its full blocks."""
         if self._forms.whole:
             return [prompt.end(len(prompt))] if len(prompt) % prompt.size else []
@@ -140,7 +140,7 @@ class PromptRecords:
         pieces = [] if position is None else position.pieces
         return [one.id for one in pieces if one.group != BASE or one.stop % prompt.size]
 
-    def prefetch(self, tiered: TieredStore, prompt: Prompt) -> Prefetch:
+    def prefetch(self, tiered: TieredStore, prompt: PromptIds) -> Prefetch:
         """Start to read the records into memory; return at once."""
         whole = self._forms.whole
         start = prompt.start - prompt.start % prompt.size if whole else 0
@@ -159,7 +159,7 @@ class PromptRecords:
 
         return Prefetch(tiered.prefetch(plan), start, lengths, whole=not whole)
 
-    def pin(self, tiered: TieredStore, prompt: Prompt, seconds: float) -> int:
+    def pin(self, tiered: TieredStore, prompt: PromptIds, seconds: float) -> int:
         """Pin the stored prefix; return its tokens."""
         for _ in range(_PIN_TRIES):
             position = PositionFinder(tiered, prompt).longest()
@@ -177,7 +177,7 @@ class PromptRecords:
             prompt = prompt.cut(min(max(fits, default=0), position.tokens - 1))
         return 0
 
-    def unpin(self, tiered: TieredStore, prompt: Prompt) -> int:
+    def unpin(self, tiered: TieredStore, prompt: PromptIds) -> int:
         """End the pin of the prompt from its ``start`` on; return the tokens that were pinned."""
         every, start = prompt.behind(0), prompt.start
         if self._forms.whole:
@@ -192,7 +192,7 @@ class PromptRecords:
         tiered.pins.unpin(list(prompt.every(start)) if start else ids)
         return max(0, tokens - start)
 
-    def _longest_pinned(self, tiered: TieredStore, prompt: Prompt, pinned: set[bytes]) -> int:
+    def _longest_pinned(self, tiered: TieredStore, prompt: PromptIds, pinned: set[bytes]) -> int:
         """Return the longest position whose records are all ``pinned``; longer ones may follow."""
         for _ in range(_PIN_TRIES):
             position = PositionFinder(tiered, prompt).longest()
@@ -203,13 +203,15 @@ class PromptRecords:
             prompt = prompt.cut(position.tokens - 1)
         return 0
 
-    def remove(self, tiered: TieredStore, prompt: Prompt) -> Removed:
+    def remove(self, tiered: TieredStore, prompt: PromptIds) -> Removed:
         """Delete all records with a token from the prompt's ``start`` on."""
         tiered.check_open()
         return self._followers.delete(prompt.private().every(prompt.start), tiered.remove)
 
 
-def load_pieces(position: Position | None, prompt: Prompt, tiers: Sequence[str]) -> list[LoadPiece]:
+def load_pieces(
+    position: Position | None, prompt: PromptIds, tiers: Sequence[str]
+) -> list[LoadPiece]:
     """Return a position as pieces that are loaded whole or not; ``tiers`` name all levels.
 
     Of blocks of all layers these are the runs of blocks in one tier; else the position as a whole.
@@ -250,7 +252,7 @@ def tokens_by_tier(
         yield last, tokens - start
 
 
-def first_miss(tiered: TieredStore, prompt: Prompt, at: int, since: float) -> Miss | None:
+def first_miss(tiered: TieredStore, prompt: PromptIds, at: int, since: float) -> Miss | None:
     """Return why the block with token ``at`` cannot be read; None behind the prompt's end.
 
     ``since`` is when its search began, in Unix seconds. Cost: some µs, or 1 µs for each token of a
@@ -266,7 +268,7 @@ def first_miss(tiered: TieredStore, prompt: Prompt, at: int, since: float) -> Mi
 
 
 def _misses_behind(
-    prompt: Prompt, losses_of: LossesOf, start: int, before: Miss | None = None
+    prompt: PromptIds, losses_of: LossesOf, start: int, before: Miss | None = None
 ) -> tuple[Miss, ...]:
     """Return why tokens are missing behind the first ``start``, in order and without gaps.
 

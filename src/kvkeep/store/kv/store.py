@@ -29,7 +29,7 @@ from kvkeep.store.kv.forms import window_start
 from kvkeep.store.kv.names import TenantNames
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
 from kvkeep.store.kv.paying import choose_load
-from kvkeep.store.kv.positions import Prompt
+from kvkeep.store.kv.positions import PromptIds
 from kvkeep.store.kv.prompts import Followers, PromptRecords
 from kvkeep.store.kv.transfers import Transfers
 from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
@@ -128,8 +128,8 @@ class KVStore(Store):
         snapshots: bool | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        config = StoreConfig.of(
-            geometry, model=model, revision=revision, tiers=tiers, layout=layout,
+        config = StoreConfig(
+            geometry=geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
             quotas=quotas, shares=shares, snapshots=snapshots, cost=cost,
         )  # fmt: skip
@@ -146,7 +146,7 @@ class KVStore(Store):
         self._transfers = Transfers(forms, followers)
         self._counters = StoreCounters()
         limits = {
-            self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
+            self._names_of(name).space: parse_bytes(limit) for name, limit in (quotas or {}).items()
         }
         weights = _weights(self._names, config)
         front, below = open_tiers(
@@ -176,7 +176,7 @@ class KVStore(Store):
             InvalidValue: the store is open with another configuration; the message names the
                 difference.
         """
-        given = StoreConfig.of(geometry, **options).compared()
+        given = StoreConfig(geometry=geometry, **options).compared()
         return KVStore._take(name, given, lambda: KVStore(geometry, **options))
 
     def put(
@@ -223,7 +223,7 @@ class KVStore(Store):
             InvalidValue: tokens, ``start``, ``exact``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
-        began = self._timing.begin()
+        began = self._begin()
         self._needs(snapshots=False, call="put")
         wait, tail, replace = switch("wait", wait), switch("tail", tail), switch("replace", replace)
         if exact is not None:
@@ -297,7 +297,7 @@ class KVStore(Store):
             IllegalStep: the store is closed.
         """
         self._needs(snapshots=True, call="put_snapshot")
-        began = self._timing.begin()
+        began = self._begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
         self._transfers.check(snapshot, len(prompt))
         wait, replace = switch("wait", wait), switch("replace", replace)
@@ -308,7 +308,7 @@ class KVStore(Store):
         )
         return self._stored(began, snapshot.tokens - snapshot.start, put)
 
-    def _keep_until(self, prompt: Prompt, answer: int, ended: Ended, tenant: str | None) -> int:
+    def _keep_until(self, prompt: PromptIds, answer: int, ended: Ended, tenant: str | None) -> int:
         tokens = len(prompt)
         answer = whole("answer", answer, 0, tokens)
         check_type("ended", ended, Ended, "an Ended(…)")
@@ -361,7 +361,7 @@ class KVStore(Store):
             InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
             IllegalStep: the store is closed.
         """
-        began = self._timing.begin()
+        began = self._begin()
         given: object = form
         if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
@@ -440,7 +440,7 @@ class KVStore(Store):
             IllegalStep: the store is closed.
         """
         self._needs(snapshots=True, call="get_snapshot")
-        began = self._timing.begin()
+        began = self._begin()
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
         _check_lists(sources, slower)
@@ -458,7 +458,7 @@ class KVStore(Store):
         """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
         return not self._forms.whole
 
-    def _choosing(self, prompt: Prompt, length: int) -> Callable[[list[LoadPiece]], LoadChoice]:
+    def _choosing(self, prompt: PromptIds, length: int) -> Callable[[list[LoadPiece]], LoadChoice]:
         return partial(choose_load, self.cost, prompt.start, length)
 
     def _loaded(
@@ -478,7 +478,7 @@ class KVStore(Store):
         self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
         if began:
             size = moved * self.geometry.bytes_per_token
-            self._timing.end(began, "get", asked=asked, moved=moved, size=size, tiers=loaded.tiers)
+            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=loaded.tiers)
 
     def _stored(self, began: float, asked: int, put: Put) -> Put:
         """Count and log a put; return it."""
@@ -488,7 +488,7 @@ class KVStore(Store):
         if began:
             tiers = [(self._tiered.memory.name, put.tokens)] if put.tokens else []
             size = put.tokens * self.geometry.bytes_per_token
-            self._timing.end(began, "put", asked=asked, moved=put.tokens, size=size, tiers=tiers)
+            self._log(began, "put", asked=asked, moved=put.tokens, size=size, tiers=tiers)
         return put
 
     def _needs(self, *, snapshots: bool, call: str) -> None:
@@ -773,7 +773,7 @@ class KVStore(Store):
         """Return the counts since the store was opened, and the state of every tier."""
         return self._counters.stats(tuple(self._tiered.stats()))
 
-    def _requested(self, prompt: Prompt) -> Prompt:
+    def _requested(self, prompt: PromptIds) -> PromptIds:
         """Report a prompt to what follows conversations, if ends of requests are reported."""
         self._tiered.check_open()
         if len(self._tiered.returns.conversations):
@@ -785,12 +785,12 @@ class KVStore(Store):
 
     def _prompt(
         self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
-    ) -> Prompt:
+    ) -> PromptIds:
         """Check the arguments that name a prompt."""
         row = as_tokens(tokens)
         start = whole("start", start, 0, len(row))
         extras = () if extra is None else as_extras(extra, len(row))
-        return Prompt(self._forms, row, start, self._names.of_prompt(tenant, row, extras))
+        return PromptIds(self._forms, row, start, self._names.of_prompt(tenant, row, extras))
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"
@@ -812,12 +812,12 @@ def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
     if config.shares is None:
         return None
     spaces: dict[bytes, str | None] = {names.shared().space: None}
-    for tenant in {**config.quotas, **config.shares, config.namespace.tenant: 0}:
+    for tenant in {**(config.quotas or {}), **config.shares, config.namespace.tenant: 0}:
         spaces[names.of(tenant).space] = tenant
     return TenantWeights(config.shares, spaces)
 
 
-def _chain(prompt: Prompt) -> Chain:
+def _chain(prompt: PromptIds) -> Chain:
     names = prompt.names
     return Chain(names.root, prompt.full, prompt.size, len(prompt), prompt.row, len(names.public))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.kv.forms import KV, KVForm, RecordForms
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
-    from kvkeep.store.kv.positions import PositionPiece, Prompt
+    from kvkeep.store.kv.positions import PositionPiece, PromptIds
     from kvkeep.store.kv.prompts import Followers
     from kvkeep.store.tiers import Miss, ReadBlocks, TieredStore, Written
 
@@ -102,7 +102,7 @@ class Transfers:
     def put(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         kv: KV,
         *,
         stop: int,
@@ -142,7 +142,7 @@ class Transfers:
     def get(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         out: KV | None,
         *,
         sink: Callable[[int, int, KV, str], bool] | None,
@@ -253,7 +253,7 @@ class Transfers:
     def put_snapshot(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         snapshot: Snapshot,
         *,
         wait: bool,
@@ -283,7 +283,7 @@ class Transfers:
         return self._result(pieces, snapshot, firsts, written, failed)
 
     def _pieces(
-        self, tiered: TieredStore, prompt: Prompt, tokens: int, firsts: dict[int, int]
+        self, tiered: TieredStore, prompt: PromptIds, tokens: int, firsts: dict[int, int]
     ) -> list[PositionPiece]:
         """Return the records of a position in the order in which they are written.
 
@@ -382,7 +382,7 @@ class Transfers:
     def get_snapshot(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         *,
         deadline: float | None,
         sources: bool,
@@ -431,12 +431,12 @@ class Transfers:
     def _write(
         self,
         tiered: TieredStore,
-        prompt: Prompt,
+        prompt: PromptIds,
         tokens: int,
         pieces: list[PositionPiece],
         fill: Callable[[int, memoryview], None],
         *,
-        old: Prompt | None,
+        old: PromptIds | None,
         wait: bool,
         exact: int | None,
     ) -> tuple[Written, tuple[str, ...]]:
@@ -466,7 +466,7 @@ class Transfers:
         return written, failed
 
     def _note(
-        self, prompt: Prompt, tokens: int, pieces: Sequence[PositionPiece], first: int = 0
+        self, prompt: PromptIds, tokens: int, pieces: Sequence[PositionPiece], first: int = 0
     ) -> None:
         """Remember which records belong to which block, so that a removal deletes them, too.
 
