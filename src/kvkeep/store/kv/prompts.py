@@ -173,9 +173,9 @@ class PromptStore(Store):
         row, _, names = given = self._prompt(tokens, 0, tenant, extra)
         prompt = whole("prompt", prompt, 0, len(row))
         check_type("ended", ended, Ended, "an Ended(…)")
-        returns, chain = self._tiered.returns, _chain(given)
+        conversations, chain = self._tiered.conversations, _chain(given)
         beside: list[bytes] = []
-        if returns.waits is not None:
+        if conversations.waits is not None:
             # The next prompt may go on where the answer ended, or where it began.
             size = names.block_tokens
             with closed_is_illegal():
@@ -183,7 +183,7 @@ class PromptStore(Store):
                     full = list(chain.blocks[: end // size])
                     one = given._replace(row=row[:end])
                     beside += self._kept.beside(self._tiered, one, full)
-        returns.ended(chain, prompt, ended, names.space, beside)
+        conversations.ended(chain, prompt, ended, names.space, beside)
 
     def worth(
         self,
@@ -209,8 +209,8 @@ class PromptStore(Store):
         answer = whole("answer", answer, 0)
         first = None if first is None else whole("first", first)
         check_type("ended", ended, Ended | None, "an Ended(…)")
-        conversations = self._tiered.returns.conversations
-        return conversations.kept(self._names_of(tenant).space, answer, ended, first)
+        conversations = self._tiered.conversations
+        return conversations.worth(self._names_of(tenant).space, answer, ended, first)
 
     def unkept(
         self,
@@ -334,7 +334,7 @@ class PromptStore(Store):
         """
         prompt = self._prompt(tokens, start, tenant, extra)
         with closed_is_illegal():
-            self._tiered.returns.conversations.forget(_chain(prompt), start)
+            self._tiered.conversations.forget(_chain(prompt), start)
             # Public blocks are not this tenant's to delete; its own copies of them are.
             private = prompt._replace(names=prompt.names.private())
             return self._kept.remove(self._tiered, private)
@@ -351,7 +351,7 @@ class PromptStore(Store):
         """
         space = self._names_of(tenant).space
         with closed_is_illegal():
-            self._tiered.returns.conversations.clear(space)
+            self._tiered.conversations.clear(space)
             return self._tiered.clear(space)
 
     def stats(self) -> StoreStats:
@@ -361,8 +361,8 @@ class PromptStore(Store):
     def _requested(self, prompt: PromptBlocks) -> PromptBlocks:
         """Report a prompt to what follows conversations, if ends of requests are reported."""
         self._tiered.check_open()
-        if len(self._tiered.returns.conversations):
-            self._tiered.returns.requested(_chain(prompt))
+        if len(self._tiered.conversations):
+            self._tiered.conversations.requested(_chain(prompt))
         return prompt
 
     def _names_of(self, tenant: str | None = None) -> Names:

@@ -10,8 +10,8 @@ reading.py       reads prompts; shared_read.py: one read of a block for several 
 writing.py       stores prompts; write_queue.py: pending writes and deletions of each tier
 demoting.py      moves evicted blocks to a lower tier
 loss_log.py      records why blocks were lost
-tier_returns.py  follows conversations, for policies that order by their returns:
-                 conversations.py: which prompts are returns
+conversations.py  follows conversations, for policies that order by their returns;
+                 block_waits.py: which of them wait at a block
 
 One tier:
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
-from kvkeep.store.tiers.conversations import Chain
+from kvkeep.store.tiers.conversations import Chain, Conversations
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
@@ -45,7 +45,6 @@ from kvkeep.store.tiers.opening import (
     tiering,
 )
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
-from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tier_shares import TenantWeights
 from kvkeep.store.tiers.tiered import Removed, TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
@@ -57,6 +56,7 @@ __all__ = [
     "TIER_OPTIONS",
     "BlockPrefetch",
     "Chain",
+    "Conversations",
     "Exclusive",
     "Inclusive",
     "Loss",
@@ -71,7 +71,6 @@ __all__ = [
     "Tier",
     "TierCounters",
     "TierOptions",
-    "TierReturns",
     "TierSpec",
     "TierStats",
     "TieredStore",
