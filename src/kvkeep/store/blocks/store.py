@@ -283,12 +283,12 @@ class BlockStore(Store):
         """
         self._tiered.check_open()
         size = whole("block_tokens", block_tokens, 1)
-        return BlockReturns(size, self._tiered.returns, self._space)
+        return BlockReturns(size, self._tiered.conversations, self._space)
 
     def replay(self) -> ReturnReplay:
         """Return what tells this store of conversations that another process follows."""
         self._tiered.check_open()
-        return ReturnReplay(self._tiered.returns, self._space)
+        return ReturnReplay(self._tiered.conversations, self._space)
 
     @property
     def must_ask(self) -> bool:

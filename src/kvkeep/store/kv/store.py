@@ -591,14 +591,14 @@ class KVStore(Store):
         given = self._prompt(tokens, 0, tenant, extra)
         prompt = whole("prompt", prompt, 0, len(given))
         check_type("ended", ended, Ended, "an Ended(…)")
-        returns, chain = self._tiered.returns, _chain(given)
+        conversations, chain = self._tiered.conversations, _chain(given)
         beside: list[bytes] = []
-        if returns.waits is not None:
+        if conversations.waits is not None:
             # The next prompt may go on where the answer ended, or where it began.
             with closed_is_illegal():
                 for end in dict.fromkeys((len(given), prompt)):
                     beside += self._records.beside(self._tiered, given.cut(end))
-        returns.ended(chain, prompt, ended, given.names.space, beside)
+        conversations.ended(chain, prompt, ended, given.names.space, beside)
 
     def worth(
         self,
@@ -624,8 +624,8 @@ class KVStore(Store):
         answer = whole("answer", answer, 0)
         first = None if first is None else whole("first", first)
         check_type("ended", ended, Ended | None, "an Ended(…)")
-        conversations = self._tiered.returns.conversations
-        return conversations.kept(self._names_of(tenant).space, answer, ended, first)
+        conversations = self._tiered.conversations
+        return conversations.worth(self._names_of(tenant).space, answer, ended, first)
 
     def unkept(
         self,
@@ -750,7 +750,7 @@ class KVStore(Store):
         """
         prompt = self._prompt(tokens, start, tenant, extra)
         with closed_is_illegal():
-            self._tiered.returns.conversations.forget(_chain(prompt), start)
+            self._tiered.conversations.forget(_chain(prompt), start)
             # Public blocks are not this tenant's to delete; its own copies of them are.
             return self._records.remove(self._tiered, prompt)
 
@@ -766,7 +766,7 @@ class KVStore(Store):
         """
         space = self._names_of(tenant).space
         with closed_is_illegal():
-            self._tiered.returns.conversations.clear(space)
+            self._tiered.conversations.clear(space)
             return self._tiered.clear(space)
 
     def stats(self) -> StoreStats:
@@ -776,8 +776,8 @@ class KVStore(Store):
     def _requested(self, prompt: PromptIds) -> PromptIds:
         """Report a prompt to what follows conversations, if ends of requests are reported."""
         self._tiered.check_open()
-        if len(self._tiered.returns.conversations):
-            self._tiered.returns.requested(_chain(prompt))
+        if len(self._tiered.conversations):
+            self._tiered.conversations.requested(_chain(prompt))
         return prompt
 
     def _names_of(self, tenant: str | None = None) -> Names:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
+    from kvkeep.store.tiers.block_waits import BlockWaits
     from kvkeep.store.tiers.cold_blocks import ColdBlock, Rows
-    from kvkeep.store.tiers.conversations import BlockWaits
     from kvkeep.store.tiers.tier_shares import TenantWeights, TierLane
 
 __all__ = ["Index"]

@@ -225,6 +225,8 @@ class TierShares(Shares):
             if giver is None:
                 return
             yield giver
+            if rival is _MOST:
+                continue
             floor = self._floor() * giver.claim.weight if self.fair else 0.0
             while giver.size > floor and (rank := self._first_of(giver)) and rank <= rival:
                 yield giver

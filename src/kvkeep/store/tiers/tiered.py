@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.buffer import SmallBuffer
+from kvkeep.store.tiers.conversations import Conversations
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
@@ -21,7 +22,6 @@ from kvkeep.store.tiers.moves import Moves, left_until
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removal import Remover
 from kvkeep.store.tiers.tier import Tier
-from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiering import Inclusive, Planner, TieringPolicy
 from kvkeep.store.tiers.writing import StoreRequest, Written
 
@@ -78,7 +78,7 @@ class TieredStore:
     Attributes:
         tiers: those below memory, fastest first.
         names: of all levels, fastest first; memory is the first.
-        returns: follows conversations, if the ends of requests are reported.
+        conversations: follows conversations, if the ends of requests are reported.
     """
 
     def __init__(
@@ -107,8 +107,10 @@ class TieredStore:
         self._orders: list[FrontOrder] = [
             self.memory.catalogue, *(tier.catalogue for tier in self.tiers)
         ]  # fmt: skip
-        self.returns = TierReturns(self._orders)
-        self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
+        self.conversations = Conversations(self._orders)
+        self._levels = Levels(
+            self.memory, self.tiers, planner, self.losses, self.conversations.used
+        )
         self._moves = Moves(self._levels)
         self._reader = Reader(self._moves, self.cost.reading(memory.name))
         self._remover = Remover(self._levels, self._reader)
