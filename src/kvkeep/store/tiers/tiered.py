@@ -196,7 +196,7 @@ class TieredStore(TieredReads):
     """Raw blocks by id, over memory and any number of tiers, fastest first.
 
     A `Planner` decides the moves of blocks between levels; a `Reader`, a `StoreRequest` for each
-    prompt, a `Demoter` and a `Remover` perform them. No method raises because a tier fails or is
+    prompt, `Moves` and a `Remover` perform them. No method raises because a tier fails or is
     slow: a read is shorter, a write is dropped and counted.
 
     Thread safety: all methods. Cost: a few µs a block in memory besides the copy, which the caller
