@@ -9,7 +9,6 @@ import pytest
 from snapshot_kv import GEOMETRIES, SIZE, first_of, get, open_snapshots, snapshot
 
 from kvkeep.core.returns import Ended
-from kvkeep.store.kv.positions import PositionNames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +21,8 @@ FAST, NEVER = Ended("tool_use"), Ended("end_turn")
 
 def needed(store: KVStore, tokens: Sequence[int]) -> set[bytes]:
     """The ids of all records that going on behind ``tokens`` reads, by the definition."""
-    assert store._snapshots is not None
-    forms = store._snapshots._forms
-    names = PositionNames(forms, store._prompt(tokens, 0, None, None))
+    names = store._prompt(tokens, 0, None, None)
+    forms = names.forms
     count, found = len(tokens), set[bytes]()
     if forms.base is not None:
         found |= {piece.id for piece in names.base_pieces(count)}

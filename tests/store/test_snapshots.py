@@ -16,8 +16,6 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 from kvkeep.store import KVStore, Put, Snapshot
 from kvkeep.store.codecs import BlockShape, Damaged, generate_key, make_codec
-from kvkeep.store.kv.names import PromptBlocks
-from kvkeep.store.kv.positions import PositionNames
 from kvkeep.store.tiers import Inclusive
 
 if TYPE_CHECKING:
@@ -83,8 +81,7 @@ def test_why_covers_a_tail_whose_state_is_gone() -> None:
     with open_snapshots("state", "memory://4MiB") as store:
         for n in (8, 11):
             put(store, n)
-        prompt = PromptBlocks(np.array(TEXT, np.int32), 0, store._names.of(None))
-        names = PositionNames(store._snapshots._forms, prompt)
+        names = store._prompt(TEXT, 0, None, None)
         store._tiered.remove([names.state(11)])
         assert store.lookup(TEXT[:11]).tokens == 8
         (miss,) = store.why(TEXT[:11], 8)

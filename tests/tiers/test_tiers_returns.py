@@ -189,7 +189,7 @@ class Real:
         store.conversations.requested(one)
         sizes = [self.raw] * len(blocks)
         levels = store.locate(blocks)
-        count = store.read(blocks, sizes, lambda at, raw: None, levels=levels)
+        count = store.read(blocks, sizes, lambda at, raw: None, levels=levels).blocks
         store.write(blocks[count:], sizes[count:], lambda at, raw: None, wait=5.0)
         store.conversations.ended(one, one.tokens, ended, "a")
         return count

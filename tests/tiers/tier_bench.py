@@ -85,7 +85,7 @@ def get(
     """Read blocks and prove each byte of them; how many came."""
     blocks = [name(number, space) for number in numbers]
     got = Got(blocks, [size] * len(blocks))
-    count = store.read(blocks, got.sizes, got, **more)
+    count = store.read(blocks, got.sizes, got, **more).blocks
     assert count == got.count
     return count
 

@@ -16,7 +16,7 @@ conversations.py  follows conversations, for policies that order by their return
 One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
-front.py         what both have in common; reserving.py: room for records
+front.py         opens one of both
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces
@@ -43,9 +43,10 @@ from kvkeep.store.tiers.opening import (
     open_tiers,
     tiering,
 )
+from kvkeep.store.tiers.removal import Removed
 from kvkeep.store.tiers.tier import Tier, TierOptions, TierSpec
 from kvkeep.store.tiers.tier_shares import TenantWeights
-from kvkeep.store.tiers.tiered import Removed, TieredStore
+from kvkeep.store.tiers.tiered import ReadBlocks, TieredStore
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive, PassThrough, TieringPolicy
 from kvkeep.store.tiers.writing import Written
 
@@ -65,6 +66,7 @@ __all__ = [
     "MemoryTier",
     "Miss",
     "PassThrough",
+    "ReadBlocks",
     "Removed",
     "TenantWeights",
     "Tier",

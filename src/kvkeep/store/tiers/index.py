@@ -16,7 +16,7 @@ from kvkeep.store.tiers.cold_blocks import ids_of, rows_of
 from kvkeep.store.tiers.tier_shares import IndexedBlock, TierShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
     from kvkeep.store.tiers.block_waits import BlockWaits
@@ -130,11 +130,21 @@ class Index:
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
-        there = self._blocks if self.ttl is None and not self._cold else self
+        there = self._there
         for count, block in enumerate(blocks):
             if block not in there:
                 return count
         return len(blocks)
+
+    def among(self, blocks: Iterable[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are here."""
+        there = self._there
+        return {block for block in blocks if block in there}
+
+    @property
+    def _there(self) -> Container[bytes]:
+        """What has the blocks that are here: their dict, where that is enough."""
+        return self._blocks if self.ttl is None and not self._cold else self
 
     def spaces(self) -> dict[bytes, int]:
         """Return the bytes of each namespace."""

@@ -9,12 +9,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
-from kvkeep.store.tiers.prompt_writes import PromptWrites
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.moves import PromptWrites
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.moves import Moves
@@ -99,7 +98,10 @@ class StoreRequest:
             kept, already = len(self.written.kept), len(self.written.already)
             memory.counters.count(writes=kept, already=already)
         dropped = blocks[kept + already :]
-        losses.note(dropped, memory.name, "dropped", "no room")
+        if dropped:
+            size = self._raw_bytes[kept + already] + HEADER_BYTES
+            over = memory.catalogue.over_quota(dropped[0][:SPACE_BYTES], size)
+            losses.note(dropped, memory.name, "dropped", "quota" if over else "no room")
         memory.counters.count(drops=len(dropped))
 
     def _store(self, blocks: Sequence[bytes]) -> None:
@@ -159,13 +161,14 @@ class StoreRequest:
                     if self._levels.has_another_length(block, size)
                 ]
             )
-        if self._is_below(run[0]):
+        new = max(absent, 1)  # 0: its record went meanwhile
+        below = self._below(run[:new])
+        if run[0] in below:
             self.written.already.append(at)
             return _Placement.BELOW, 1
         self._prompt.begin()
-        new = max(absent, 1)  # 0: its record went meanwhile
-        if self._levels.tiers:
-            new = next((more for more in range(1, new) if self._is_below(run[more])), new)
+        if below:
+            new = next(more for more in range(1, new) if run[more] in below)
         self._leases = self._keep(run[:new], at)
         if not self._leases:
             return _Placement.NOWHERE, 1
@@ -201,12 +204,13 @@ class StoreRequest:
         self._levels.memory.release_all(leases[end:])
         return leases[:end]
 
-    def _is_below(self, block: bytes) -> bool:
-        """Whether a tier serves ``block``: an exact one, if it is exact and there is one."""
-        tiers: Iterable[Tier] = self._levels.tiers
-        if self._run_exact and self._levels.mixed:
-            tiers = [tier for tier in tiers if tier.codec.exact]
-        return any(tier.serves(block) for tier in tiers)
+    def _below(self, run: Sequence[bytes]) -> set[bytes]:
+        """Return the blocks of ``run`` that tiers serve: exact tiers, if it is exact."""
+        below: set[bytes] = set()
+        for tier in self._levels.tiers:
+            if tier.codec.exact or not (self._run_exact and self._levels.mixed):
+                below |= tier.serving(run)
+        return below
 
     def _keep(self, run: Sequence[bytes], at: int) -> Sequence[MemoryLease]:
         """Fill memory for the blocks of ``run``; return leases on those that found room."""
@@ -237,14 +241,13 @@ class StoreRequest:
 
     def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
         """Queue writes of a run to tiers; return the blocks that no tier has or will write."""
-        tiers = self._levels.tiers
-        if not tiers:
-            return run
-        below = {block for block in run if any(tier.knows(block) for tier in tiers)}
-        if not self._levels.planner.policy.exclusive:
-            for block, now in zip(run, admitted, strict=True):
-                for tier in tiers:
-                    if not tier.knows(block) and self._write(tier, block, now):
+        below: set[bytes] = set()
+        for tier in self._levels.tiers:
+            here = tier.known(run)
+            below |= here
+            if not self._levels.planner.policy.exclusive:
+                for block, now in zip(run, admitted, strict=True):
+                    if block not in here and self._write(tier, block, now):
                         below.add(block)
         return [block for block in run if block not in below]
 
