@@ -127,3 +127,15 @@ def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
     with BlockStore("told", tiers=["memory://1MiB"]) as store:
         store.replay().tell(recorder.take())
         assert len(store._tiered.conversations.returns) == 0
+
+
+def test_a_return_names_the_blocks_that_it_left_behind() -> None:
+    recorder = ReturnRecorder(SIZE)
+    row = np.arange(40, dtype=np.int32)
+    recorder.ended(row, keys_of(row), prompt=20, ended=Ended("stop"))
+    other = np.concatenate((row[:20], row[:20] + 1000))
+    recorder.requested(other, keys_of(other))
+    pause, over = recorder.take()
+    assert isinstance(over, returns.ReturnNote)
+    assert (over.number, over.came) == (pause.number, True)
+    assert over.keys == keys_of(row)[20 // SIZE :]

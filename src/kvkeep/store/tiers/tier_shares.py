@@ -241,7 +241,10 @@ class TierShares(Shares):
             return worth, 0.0, 0
         entry = lane.policy.peek()
         assert entry is None or isinstance(entry, IndexedBlock)
-        return None if entry is None else (0.0, entry.used, entry.last_used)
+        if entry is None:
+            return None
+        # With quotas alone the order of uses decides, which a listing does not change.
+        return 0.0, entry.used if self.fair else inf, entry.last_used
 
     def cooled(self, lane: TierLane) -> TierLane:
         """Return the lane whose next victims become cold before a block of ``lane`` is added."""
