@@ -153,15 +153,16 @@ def _extents(backend: ShmBackend) -> None:
     backend._rows._free_offset[0] = 10**9
 
 
-def _generation(backend: ShmBackend) -> None:
-    backend._rows.words[at.GENERATION] = (1 << 63) - 1
+def _numbers(backend: ShmBackend) -> None:
+    for word in (at.GENERATION, at.PUBLISHED, at.REPAIRS, at.LOST, at.BUSY, at.HIGH):
+        backend._rows.words[word] = (1 << 63) - 1
 
 
 def _counts(backend: ShmBackend) -> None:
     backend._rows.words[at.LOW] = backend._rows.layout.rows
 
 
-@pytest.mark.parametrize("damage", [_extents, _generation, _counts])
+@pytest.mark.parametrize("damage", [_extents, _numbers, _counts])
 def test_damage_fails_a_call_at_most_and_is_mended(
     backend: ShmBackend, damage: Callable[[ShmBackend], None]
 ) -> None:

@@ -154,8 +154,8 @@ class ShmBackend(InPlaceBackend):
         holds: list[Hold] = []
         try:
             with rows:
-                spare = rows.layout.rows - rows.words[at.BUSY]
-                offset = rows.allocate(sum(map(extent, sizes))) if len(blocks) <= spare else -1
+                enough = len(blocks) <= rows.unused()
+                offset = rows.allocate(sum(map(extent, sizes))) if enough else -1
                 if offset >= 0:
                     holds += rows.draft(blocks, sizes, offset)
                 else:
@@ -176,9 +176,7 @@ class ShmBackend(InPlaceBackend):
         """Allocate ``length`` bytes for a row, under the lock; -1 if that fails and need not be."""
         rows = self._rows
         for attempt in range(2):
-            offset = -1
-            if rows.words[at.BUSY] < rows.layout.rows:
-                offset = rows.allocate(length)
+            offset = rows.allocate(length) if rows.unused() else -1
             if offset >= 0 or not must or attempt or not rows.reap():
                 break
         if offset < 0 and must:

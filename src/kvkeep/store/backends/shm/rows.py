@@ -302,7 +302,7 @@ class ArenaRows:
         for block, size in zip(blocks, sizes, strict=True):
             generation = words[at.GENERATION] + 1
             words[at.GENERATION] = generation
-            row = self._unused()
+            row = self._next_unused()
             self.named[row] = self.pinned[row] = 0
             begin = self._ids_at + BLOCK_ID_BYTES * row
             self.map[begin : begin + BLOCK_ID_BYTES] = block
@@ -321,7 +321,14 @@ class ArenaRows:
             self._held.update(dict.fromkeys(drafts, 1))
         return drafts
 
-    def _unused(self) -> int:
+    def unused(self) -> int:
+        """Return how many rows are not in use."""
+        unused: int = self.layout.rows - self.words[at.BUSY]
+        if not 0 <= unused <= self.layout.rows:
+            raise DamagedRows(f"{self.words[at.BUSY]} rows are in use")
+        return unused
+
+    def _next_unused(self) -> int:
         row = self.map.find(
             b"\0", self._busy_at + self.words[at.LOW], self._busy_at + self.layout.rows
         )
@@ -454,9 +461,10 @@ class ArenaRows:
         with self._mutex:
             last = words[at.PUBLISHED]
             names, some = self._names, range(self._seen + 1, last + 1)
-            fresh = {self._recent[number % at.RECENT] for number in some[: at.RECENT]}
-            known = self._seen >= 0 and len(names) <= 2 * words[at.RECORDS] + _SPARE_NAMES
-            if not known or words[at.PUBLISHED] - self._seen >= at.RECENT:
+            few = 0 <= self._seen <= last and len(some) < at.RECENT
+            few &= len(names) <= 2 * words[at.RECORDS] + _SPARE_NAMES
+            fresh = {self._recent[number % at.RECENT] for number in some} if few else set()
+            if not few or words[at.PUBLISHED] - self._seen >= at.RECENT:  # written over meanwhile
                 names = {}
                 fresh = set(np.flatnonzero(np.asarray(self.named)[:rows].copy()).tolist())
             named = {row: self.named[row] for row in fresh if 0 <= row < rows}
@@ -634,7 +642,7 @@ class ArenaRows:
         """
         words, rows = self.words, self.layout.rows
         words[at.CHANGING] = 1
-        words[at.REPAIRS] += 1
+        words[at.REPAIRS] = (words[at.REPAIRS] + 1) % _LAST_GENERATION
         nobody = self._hold_only(self._living(), rows)
         named = np.array(self.named[:rows])
         usable = (named == np.array(self.generation[:rows])) | ((named == 0) & ~nobody)
@@ -651,11 +659,12 @@ class ArenaRows:
         np.asarray(self._proof)[:rows][rest] = -1
         np.asarray(self._holders).reshape(-1, _HOLDER_WORDS)[:rows][rest] = 0
         np.frombuffer(self._busy, np.uint8)[:rows] = ~rest
-        words[at.LOST] += int(lost.sum())
+        words[at.LOST] = (words[at.LOST] + int(lost.sum())) % _LAST_GENERATION
         last = words[at.GENERATION]  # never a number that a process may remember
         fresh = last if 0 <= last < _LAST_GENERATION else time.time_ns()
         words[at.GENERATION] = max(fresh, int(np.asarray(self.generation).max()))
-        words[at.PUBLISHED] += at.RECENT + 1  # so that all processes learn all rows
+        published = words[at.PUBLISHED] + at.RECENT + 1  # so that all processes learn all rows
+        words[at.PUBLISHED] = published % _LAST_GENERATION
         used = np.asarray(self.used)
         np.minimum(used, now(), out=used)
         words[at.BUSY] = len(valid)
