@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
         found=st.lists(
             st.tuples(st.sampled_from(BLOCKS), st.integers(1, 9), st.floats(900.0, 1000.0)),
             max_size=6,
-            unique_by=lambda item: item[0],
+            unique_by=(lambda item: item[0], lambda item: item[2]),  # equal times: any order
         )
     )
     def fill(self, found: list[tuple[bytes, int, float]]) -> None:
