@@ -107,8 +107,7 @@ class Machine(RuleBasedStateMachine):
     )
     def fill(self, found: list[tuple[bytes, int, float]]) -> None:
         if self.quotas:  # of several policies the block last used is compared
-            now = self.clock.now
-            found = [(b, s, self.known[b].used if b in self.known else now) for b, s, _ in found]
+            found = [(b, s, self.known[b].used if b in self.known else u) for b, s, u in found]
         gone = self.index.fill(iter(found))
         assert set(gone) == self.known.keys() - {block for block, _, _ in found}
         for block in gone:
