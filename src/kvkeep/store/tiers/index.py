@@ -47,8 +47,8 @@ class Index:
     used, held or pinned is ordered by the policy again.
 
     Thread safety: all methods, by one lock, under which no other is taken but that of the learner
-    of the policy `returns`. It is held for 1,024 blocks of a listing, and for 2 ms where cold
-    blocks are moved. Cost: about a microsecond a block.
+    of the policy `returns`. It is held for 1,024 blocks of a listing, and for up to 30 ms where a
+    million cold blocks are moved. Cost: about a microsecond a block.
 
     Arguments:
         policy: makes the eviction policies.
