@@ -77,12 +77,11 @@ class Operation:
             begin the writes that wait for its end.
         over: the state that a write replaces, if it is not rest.
         cleared: number of the clearance of its namespace that a write began behind; 0: of none.
-        held: the block, if an older record of it is held in the index until a write replaces it.
         before: the write or deletion that ran when a deletion began.
         ended: whether it is over, or was called off.
     """
 
-    __slots__ = ("before", "block", "cleared", "ended", "held", "over", "state", "waiting")
+    __slots__ = ("before", "block", "cleared", "ended", "over", "state", "waiting")
 
     def __init__(self, block: bytes, state: State) -> None:
         self.block = block
@@ -90,7 +89,6 @@ class Operation:
         self.waiting: list[Callable[[bool], object]] = []
         self.over: State | None = None
         self.cleared = 0
-        self.held: list[bytes] = []
         self.before: Operation | None = None
         self.ended = False
 
@@ -193,7 +191,7 @@ class BlockStates:
                     operation.over = before.state
                 elif cleared is not None and block not in cleared.anew:
                     operation.over = State.UNDELETED
-                self._catalogue.hold([block], operation.held)
+                self._catalogue.hold_ahead(block)  # no victim while it is written
                 operation.waiting.append(then)
                 self._busy[block] = operation
                 return operation
@@ -230,9 +228,7 @@ class BlockStates:
         with self._changed:
             operation.ended = True
             waiting, operation.waiting = operation.waiting, []
-            if operation.held:
-                self._catalogue.free(operation.held)
-                operation.held = []
+            self._catalogue.free([block])
             if self._busy.get(block) is operation:
                 del self._busy[block]
                 if saved:

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -406,13 +406,14 @@ class Tier:
         """Run a write that was queued in `states`, and end it; see `save`."""
         why = ""
         saved = False
-        try:
-            if self.states.start(operation):
-                why = "fault"
-                why = self.save(operation.block, record, prompt)
-                saved = not why
-        finally:
-            self.states.end(operation, saved=saved, maybe=why in _MAYBE)
+        with nullcontext() if prompt is None else prompt.writing(operation.block):
+            try:
+                if self.states.start(operation):
+                    why = "fault"
+                    why = self.save(operation.block, record, prompt)
+                    saved = not why
+            finally:
+                self.states.end(operation, saved=saved, maybe=why in _MAYBE)
         return saved
 
     def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
@@ -428,10 +429,10 @@ class Tier:
         try:
             if prompt is None:
                 why = self._store(block, record, _no_room)
+            elif prompt.stopped(block):
+                why = "no room"
             else:
-                room = partial(prompt.make_room, block)
-                with prompt.writing(block) as allowed:
-                    why = self._store(block, record, room) if allowed else "no room"
+                why = self._store(block, record, partial(prompt.make_room, block))
         finally:
             if why:
                 self.dropped(block, why)
