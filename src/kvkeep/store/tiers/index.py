@@ -424,6 +424,10 @@ class Index:
             self._quotas[space] = limit
             self._regroup(space, self._shares.limited(space))
 
+    def has_quota(self, space: bytes) -> bool:
+        """Whether a namespace has a quota."""
+        return space in self._quotas
+
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
         limit = self._quotas.get(space)

@@ -156,13 +156,15 @@ class BlockStates:
         with self._changed:
             return [block for block in self._busy if block.startswith(space)]
 
-    def undeleted(self) -> list[bytes]:
-        """Return the blocks of which a deletion failed, oldest first."""
+    def undeleted(self, space: bytes = b"") -> list[bytes]:
+        """Return the blocks of a namespace, or all, of which a deletion failed, oldest first."""
+        if not self._resting:
+            return []
         with self._changed:
             return [
                 operation.block
                 for operation in self._resting.values()
-                if operation.state is State.UNDELETED
+                if operation.state is State.UNDELETED and operation.block.startswith(space)
             ]
 
     # --- writes ----------------------------------------------------------------------------------
@@ -316,12 +318,13 @@ class BlockStates:
                 if deletion or not taken:  # what is deleted already may have been listed again
                     return deletion
 
-    def left(self, limit: int) -> Deletion:
-        """Begin anew the deletion of ``limit`` UNDELETED blocks at most, oldest first."""
+    def left(self, limit: int, space: bytes = b"") -> Deletion:
+        """Begin anew the deletion of ``limit`` UNDELETED blocks at most, as `undeleted` has them."""
         with self._changed:
             resting = self._resting.values()
             old = (rest.block for rest in resting if rest.state is State.UNDELETED)
-            return self._delete(list(islice(old, limit)))
+            mine = (block for block in old if block.startswith(space))
+            return self._delete(list(islice(mine, limit)))
 
     def end_deletion(self, operations: Iterable[Operation], failed: Container[bytes]) -> None:
         """End deletions; those of ``failed`` may have left their records. See `Deletion`."""

@@ -540,11 +540,16 @@ class Tier:
         """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
 
         Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
-        whether they fit.
+        whether they fit. Nothing fits while blocks of the namespace are left whose deletion failed:
+        they are not counted any more.
         """
         space, catalogue = block[:SPACE_BYTES], self.catalogue
         if catalogue.over_quota(space, size) < 0:
             return False
+        if catalogue.has_quota(space) and self.states.undeleted(space):
+            self._delete_left(sys.maxsize, space)
+            if self.states.undeleted(space):
+                return False
         while True:
             over = size
             for _ in range(_TRIES):
@@ -557,7 +562,8 @@ class Tier:
                 victims = None if over < 0 else self.states.victims(over, space)
                 if not victims:  # also if all that is being written together exceeds the quota
                     break
-                self._evict(victims)
+                if not self._evict(victims)[1]:
+                    return False
             if not make_room(over if over > 0 else size):
                 return False
 
@@ -603,11 +609,14 @@ class Tier:
             self.relist()
         return old
 
-    def _delete_left(self, needed: int) -> int:
-        """Delete blocks whose deletion failed before, until ``needed`` bytes are free."""
+    def _delete_left(self, needed: int, space: bytes = b"") -> int:
+        """Delete blocks whose deletion failed before, until ``needed`` bytes are free.
+
+        Of one namespace, or all.
+        """
         freed = 0
         while freed < needed and not self.calls.any_blocks("delete"):
-            left = self.states.left(_DELETED_AT_ONCE)
+            left = self.states.left(_DELETED_AT_ONCE, space)
             if not left:
                 break
             got, complete = self._delete(left)
