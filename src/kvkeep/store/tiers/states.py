@@ -319,7 +319,7 @@ class BlockStates:
                     return deletion
 
     def left(self, limit: int, space: bytes = b"") -> Deletion:
-        """Begin anew the deletion of ``limit`` UNDELETED blocks at most, as `undeleted` has them."""
+        """Begin anew the deletion of `undeleted` blocks, of ``limit`` at most."""
         with self._changed:
             resting = self._resting.values()
             old = (rest.block for rest in resting if rest.state is State.UNDELETED)
