@@ -63,6 +63,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
+        self.away: dict[bytes, int] = {}  # holds of blocks that were forgotten
         self.order = 0
 
     # --- the model ---------------------------------------------------------------------------
@@ -89,6 +90,11 @@ class Machine(RuleBasedStateMachine):
     def bytes_of(self, blocks: Iterable[bytes]) -> int:
         return sum(self.known[block].size for block in blocks)
 
+    def lose(self, block: bytes) -> None:
+        one = self.known.pop(block)
+        if one.held:
+            self.away[block] = self.away.get(block, 0) + one.held
+
     # --- steps -------------------------------------------------------------------------------
 
     @rule(block=st.sampled_from(BLOCKS), size=st.integers(1, 9))
@@ -96,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         self.index.add(block, size)
         one = self.known.get(block) or Known(0, 0, 0.0)
         one.size, one.order, one.used = size, self.next(), self.clock.now
+        one.held += self.away.pop(block, 0)
         self.known[block] = one
 
     @rule(
@@ -111,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         gone = self.index.fill(iter(found))
         assert set(gone) == self.known.keys() - {block for block, _, _ in found}
         for block in gone:
-            del self.known[block]
+            self.lose(block)
         for block, size, used in sorted(found, key=lambda item: item[2]):
             one = self.known.setdefault(block, Known(size, -1, used))
             if one.order < 0:
@@ -142,12 +149,16 @@ class Machine(RuleBasedStateMachine):
     def free_all(self, blocks: list[bytes]) -> None:
         self.index.free(blocks)
         for block in blocks:
-            if block in self.known:
+            if self.away.get(block):
+                self.away[block] -= 1
+            elif block in self.known:
                 self.known[block].held = max(0, self.known[block].held - 1)
 
     @rule(block=st.sampled_from(BLOCKS))
     def forget(self, block: bytes) -> None:
-        assert self.index.forget(block) == (self.known.pop(block, None) is not None)
+        assert self.index.forget(block) == (block in self.known)
+        if block in self.known:
+            self.lose(block)
 
     @rule(needed=st.integers(0, 30), space=st.sampled_from([None, None, *SPACES]))
     def victims(self, needed: int, space: bytes | None) -> None:
@@ -160,7 +171,7 @@ class Machine(RuleBasedStateMachine):
         assert not gone or self.bytes_of(gone[:-1]) < needed, "and not more than that"
         self.check_order(gone, possible)
         for block in gone:
-            del self.known[block]
+            self.lose(block)
 
     def check_order(self, gone: Sequence[bytes], possible: Sequence[bytes]) -> None:
         if self.name == "lru" and self.ordered is None:
@@ -173,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         assert set(gone) == old
         assert len(gone) == len(old)
         for block in gone:
-            del self.known[block]
+            self.lose(block)
 
     @rule(seconds=st.floats(0.0, 30.0))
     def time_goes_by(self, seconds: float) -> None:
