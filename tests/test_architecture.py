@@ -472,7 +472,7 @@ LINES: dict[str, int] = {
     "observe.usage": 800, "serve": 50, "serve.engine": 8000, "serve.http": 1100,
     "serve.kv_events": 1500, "serve.messages": 800, "serve.models": 50, "serve.router": 4150,
     "serve.server": 6300, "store": 100, "store.backends": 6700, "store.blocks": 1150,
-    "store.codecs": 1550, "store.identity": 1450, "store.kv": 3400, "store.tiers": 8450,
+    "store.codecs": 1550, "store.identity": 1450, "store.kv": 3400, "store.tiers": 8500,
     "testing": 1050,
 }  # fmt: skip
 
