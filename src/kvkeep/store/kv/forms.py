@@ -26,7 +26,7 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import BlockShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -284,27 +284,24 @@ class KVForm:
             for layer in self.layers
         )
 
-    # Inference mode: autograd refuses copies from or into some tensors it tracks, and into tensors
-    # that were made in inference mode.
-
-    @torch.inference_mode()
     def write(self, kv: Tensor | Layers, start: int, stop: int, raw: memoryview) -> None:
         """Copy tokens ``start`` … ``stop - 1`` of ``kv`` into a record's raw bytes."""
         count = stop - start
         if isinstance(kv, torch.Tensor):
-            theirs = kv.narrow(self._tokens_at, start, count)
-            self._block(raw, count).copy_(theirs)
+            _copy([(self._block(raw, count), kv.narrow(self._tokens_at, start, count))])
             return
         views = self._views(raw, count)
+        copies: list[tuple[Tensor, Tensor]] = []
         for layer, some in self._parts.items():
             for part, tensor in zip(some, self._of(kv, layer), strict=True):
                 theirs = tensor.narrow(self._axis(part), start, count)
                 view = next(views)
-                view.copy_(theirs.view(view.shape) if theirs.dim() > view.dim() else theirs)
+                wider = theirs.dim() > view.dim()
+                copies.append((view, theirs.view(view.shape) if wider else theirs))
+        _copy(copies)
         if self.kind is not None:
             raw[-1] = self.kind
 
-    @torch.inference_mode()
     def read(
         self, raw: memoryview, tokens: int, skip: int, into: Tensor | Layers, start: int
     ) -> None:
@@ -312,15 +309,17 @@ class KVForm:
         count = tokens - skip
         if isinstance(into, torch.Tensor):
             axis = self._tokens_at
-            into.narrow(axis, start, count).copy_(
-                self._block(raw, tokens).narrow(axis, skip, count)
-            )
+            block = self._block(raw, tokens).narrow(axis, skip, count)
+            _copy([(into.narrow(axis, start, count), block)])
             return
         views = self._views(raw, tokens)
+        copies: list[tuple[Tensor, Tensor]] = []
         for layer, some in self._parts.items():
             for part, tensor in zip(some, self._of(into, layer), strict=True):
                 axis = self._axis(part)
-                tensor.narrow(axis, start, count).copy_(next(views).narrow(axis, skip, count))
+                view = next(views).narrow(axis, skip, count)
+                copies.append((tensor.narrow(axis, start, count), view))
+        _copy(copies)
 
     def view(self, raw: memoryview, tokens: int, *, skip: int = 0) -> KV:
         """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
@@ -478,3 +477,14 @@ class Snapshot:
     layers: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     state: Mapping[tuple[int, str], Tensor] = field(default_factory=dict)
     exact: int | None = None
+
+
+@torch.inference_mode()
+def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each two tensors, which are cut before, outside of inference mode.
+
+    In inference mode, because autograd refuses copies from or into some tensors it tracks, and into
+    tensors that were made in inference mode.
+    """
+    for target, source in copies:
+        target.copy_(source)
