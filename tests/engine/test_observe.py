@@ -343,7 +343,7 @@ def test_the_pool_first_then_two_tiers_then_nothing(house, prompt, tmp_path):
     longer = np.concatenate((text, prompt(20, 2)))
     with house.store("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB") as store:
         house.keep(store, text)
-        blocks = store._names_of(None).full(text)
+        blocks = store._names.of(None).full(text)
         store._tiered.memory.remove(blocks[3:])
         engine, witness = house.engine(store)
         other = np.concatenate((text[:10], prompt(10, 3)))
@@ -366,7 +366,7 @@ def test_a_tier_that_hangs(house, prompt, call):
     with house.store("memory://4MiB", place) as store:
         house.keep(store, text)
         forget(store)
-        store._tiered.tiers[0].catalogue.forget(store._names_of(None).full(text)[0])
+        store._tiered.tiers[0].catalogue.forget(store._names.of(None).full(text)[0])
         place.hang(call)
         report = house.ask(store, text, place.heal, hangs=lambda _: place.inside[call])
         assert words(report) == [(0, 99, "faulty", "late")]
@@ -387,7 +387,7 @@ def test_who_is_aborted_while_it_is_loaded(house, prompt):
         while not (witness.tokens[1] and request.live[0].load.answered):  # it is prefetched
             engine.step()
             assert time.monotonic() < end
-        store._tiered.memory.remove(store._names_of(None).full(text)[2:])
+        store._tiered.memory.remove(store._names.of(None).full(text)[2:])
         place.hang("get")
         engine.abort(first)
         engine.step()

@@ -63,7 +63,7 @@ def opened(place: Path, options: str = "?size=16MiB") -> KVStore:
 def files_of(place: Path) -> list[Path]:
     """The records of the first prompt's three blocks."""
     with opened(place) as store:
-        root = store._names_of().root
+        root = store._names.of(None).root
     keys = chain_keys(root[SPACE_BYTES:], as_tokens(PROMPT["tokens"]).tobytes(), 16)
     files = [place / root[:SPACE_BYTES].hex() / key.hex() for key in keys]
     assert all(file.exists() for file in files)

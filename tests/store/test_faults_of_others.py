@@ -127,7 +127,7 @@ def test_truncate(keep: int, filled: list[Path], url: str) -> None:
 def test_a_damaged_block_in_the_middle_ends_what_is_found(filled: list[Path], url: str) -> None:
     """A hole in a prompt must not be filled with whatever is there."""
     with open_store("memory://1MiB", url) as store:
-        sixth = store._names_of(None).full(np.arange(64, dtype="<i4"))[5]
+        sixth = store._names.of(None).full(np.arange(64, dtype="<i4"))[5]
     file = next(file for file in filled if file.name == sixth[16:].hex())
     raw = file.read_bytes()
     file.write_bytes(raw[:-4] + b"\0\0\0\0")
@@ -190,9 +190,9 @@ def test_write_failure(faulty: FaultyBackend) -> None:
         for _ in range(30):  # more than memory holds, had one of them stayed
             faulty.fail("put", times=2)
             put(store, TOKENS[:8], wait=True)
-            assert faulty.inner.sizes(store._names_of(None).full(_row(8))) == [None, None]
+            assert faulty.inner.sizes(store._names.of(None).full(_row(8))) == [None, None]
             assert put(store, TOKENS[:8], wait=True).skipped == 8
-            assert None not in faulty.inner.sizes(store._names_of(None).full(_row(8)))
+            assert None not in faulty.inner.sizes(store._names.of(None).full(_row(8)))
             assert store.stats().tiers[1].queued_bytes == 0
             store.clear()
             assert store.stats().tiers[0].used_bytes == 0
@@ -463,7 +463,7 @@ def test_blocks_are_fetched_at_once(faulty: FaultyBackend, url: str) -> None:
 def test_what_is_read_is_verified(faulty: FaultyBackend) -> None:
     """Nothing was verified on read: what the place returned was KV."""
     with over(faulty) as store:
-        block = store._names_of(None).full(_row(4))
+        block = store._names.of(None).full(_row(4))
         put(store, range(4), wait=True)
         for done in range(40):
             store._tiered.memory.remove(block)

@@ -147,7 +147,7 @@ def test_two_loras_in_one_directory_have_their_own_quota_and_clear(tmp_path: Pat
 
 def held(store: KVStore, tenant: str) -> int:
     """Blocks of a tenant that are in memory."""
-    space = store._names_of(tenant).space
+    space = store._names.of(tenant).space
     return sum(item.block.startswith(space) for item in store._tiered.memory.backend.list())
 
 
@@ -189,7 +189,7 @@ def test_quotas_hold_on_disk_too(tmp_path: Path) -> None:
         put(store, range(80), tenant="large", wait=True)
         for first in range(0, 80, 20):
             put(store, range(first, first + 20), tenant="small", wait=True)
-        space = store._names_of("small").space.hex()
+        space = store._names.of("small").space.hex()
         assert len(list((tmp_path / "d" / space).iterdir())) <= 6, (
             "two writers may pass it, by a record"
         )

@@ -495,7 +495,7 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
         end = time.monotonic() + 1.5
         seen: set[str] = set()
         faults: list[BaseException] = []
-        blocks = store._names_of(None).full(np.array(LONG, np.int32))
+        blocks = store._names.of(None).full(np.array(LONG, np.int32))
         sizes = [SIZE * GQA.bytes_per_token] * len(blocks)
         rows = {
             name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))

@@ -138,7 +138,7 @@ def test_a_bad_record_of_any_group_is_a_shorter_hit(how: str, group: str, tmp_pa
     with open_snapshots("all", *tiers) as store:
         put(store, 20)
         put(store, 36)
-        names = store._names_of(None)
+        names = store._names.of(None)
         key = names.full(np.array(TEXT, np.int32))[8][16:]
         if group != "base":
             key = hashlib.sha256(f"kvkeep record 1\n{group}\n".encode() + key).digest()

@@ -102,7 +102,7 @@ def test_names_are_those_of_the_description() -> None:
     """Of blocks, and of all tails, whose extras are those of a shorter block."""
     extras = as_extras([(1, b"x"), (9, b"a"), (9, b"b"), (11, b"c")], 18)
     with open_store() as store:
-        names = store._names_of(None).having(extras)
+        names = store._names.of(None).having(extras)
         root = root_key(store.namespace)
         row = as_tokens(TOKENS)
         full = names.full(row)

@@ -51,7 +51,7 @@ def found(store: KVStore, tokens: list[int], tenant: str) -> int:
 
 def held_by(store: KVStore, tenant: str) -> int:
     """Bytes of a tenant in both tiers."""
-    space = store._names_of(tenant).space
+    space = store._names.of(tenant).space
     places = (store._tiered.memory, *store._tiered.tiers)
     return sum(one.catalogue.spaces().get(space, 0) for one in places)
 
@@ -144,7 +144,7 @@ def test_a_quota_holds_behind_a_public_prefix(
         put(store, [*row, *prompt(1, 20)], "small")
         for tier in (store._tiered.memory, *store._tiered.tiers):
             held = tier.catalogue.spaces()
-            assert held.get(store._names_of("small").space, 0) <= 4 * _RECORD
+            assert held.get(store._names.of("small").space, 0) <= 4 * _RECORD
         store.check()
 
 

@@ -96,9 +96,9 @@ def test_a_miss_of_what_was_never_written(tmp_path: Path) -> None:
         assert misses(store, prompt(12)) == (8, 12, "memory", "dropped", "quota")
     with small(8, disk(tmp_path / "quota"), quotas={"": 2 * 4096}) as store:
         (tier,) = store._tiered.tiers
-        tier.catalogue.set_quota(store._names_of(None).space, 4095)
+        tier.catalogue.set_quota(store._names.of(None).space, 4095)
         put(store, prompt(8), wait=True)
-        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        store._tiered.memory.remove(store._names.of(None).full(prompt(8)))
         assert misses(store, prompt(8)) == (0, 4, "file", "dropped", "quota")
     with small(4, disk(tmp_path / "budget", writes="24KiB/day")) as store:  # a twelfth at once
         put(store, prompt(8), wait=True)
@@ -131,7 +131,7 @@ def test_a_miss_of_a_tier_that_does_not_answer(how: str) -> None:
     place = FaultyBackend(MemoryBackend(1 << 20))
     with open_store("memory://4MiB", place) as store:
         put(store, prompt(8), wait=True)
-        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        store._tiered.memory.remove(store._names.of(None).full(prompt(8)))
         if how == "failed":
             place.fail("get", times=2)
         elif how == "late":
@@ -190,7 +190,7 @@ def test_an_evicted_tail() -> None:
 def test_what_is_there_behind_a_gap_shares_its_fate() -> None:
     with open_store() as store:
         put(store, prompt(12))
-        first = store._names_of(None).full(prompt(4))
+        first = store._names.of(None).full(prompt(4))
         store._tiered.remove(first)
         assert told(store, prompt(12)) == [(0, 12, "memory", "removed", "removed")]
 
@@ -225,7 +225,7 @@ def test_a_flipped_bit_on_disk(tmp_path: Path) -> None:
         put(store, prompt(12), wait=True)
     second = records(tmp_path)
     with open_store("memory://4MiB", disk(tmp_path)) as store:
-        at = store._names_of(None).full(prompt(12))[1].hex()
+        at = store._names.of(None).full(prompt(12))[1].hex()
         (file,) = [one for one in second if at.endswith(one.name)]
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
@@ -252,7 +252,7 @@ def test_a_tier_that_is_left_alone(tmp_path: Path, after) -> None:
         (tier,) = store._tiered.tiers
         put(store, prompt(8), wait=True)
         if after == "restart":
-            store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+            store._tiered.memory.remove(store._names.of(None).full(prompt(8)))
         for _ in range(3):
             tier.calls.breaker("read").failed("a test")
         if after == "put":
@@ -267,7 +267,7 @@ def test_a_failure_since_it_was_sought() -> None:
     place = FaultyBackend(MemoryBackend(1 << 20))
     with open_store("memory://4MiB", place) as store:
         put(store, prompt(8), wait=True)
-        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        store._tiered.memory.remove(store._names.of(None).full(prompt(8)))
         since = time.time()
         place.fail("get", times=2)
         assert get(store, prompt(8)) == 0
@@ -306,7 +306,7 @@ def test_sources_of_get_and_prefetch(tmp_path: Path) -> None:
     with open_store("memory://4MiB", disk(tmp_path)) as store:
         assert store.tiers == ("memory", "file")
         put(store, prompt(15), wait=True, tail=True)
-        full = store._names_of(None).full(prompt(15))
+        full = store._names.of(None).full(prompt(15))
         store._tiered.memory.remove(full[1:])
         sources: list[tuple[str, int]] = []
         assert get(store, prompt(15), 2, sources=sources) == 13

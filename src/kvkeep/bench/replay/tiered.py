@@ -201,7 +201,7 @@ class TierSimulator:
         self._new = all(self.level_of(block) is None for block in blocks)
         below = [] if self._new else self._levels[1:]
         for one in below:
-            one.hold(blocks[: one.level.blocks])  # as `PromptHolds` does
+            one.hold(blocks[: one.level.blocks])  # as `TierWrites` does
         try:
             yield
         finally:

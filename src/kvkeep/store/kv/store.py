@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.stats import Lookup, Put, StoreStats
     from kvkeep.store.kv.forms import KV, Layout, Snapshot
-    from kvkeep.store.kv.names import Names
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.prompts import Prefetch
     from kvkeep.store.kv.transfers import Get, Loaded
@@ -146,7 +145,7 @@ class KVStore(Store):
         self._transfers = Transfers(forms, followers)
         self._counters = StoreCounters()
         limits = {
-            self._names_of(name).space: parse_bytes(limit) for name, limit in (quotas or {}).items()
+            self._names.of(name).space: parse_bytes(limit) for name, limit in (quotas or {}).items()
         }
         weights = _weights(self._names, config)
         front, below = open_tiers(
@@ -162,7 +161,7 @@ class KVStore(Store):
         self._pin_memory()
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
-        self._tiered.expect(self._names_of().space)
+        self._tiered.expect(self._names.of(None).space)
 
     @staticmethod
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
@@ -625,7 +624,7 @@ class KVStore(Store):
         first = None if first is None else whole("first", first)
         check_type("ended", ended, Ended | None, "an Ended(…)")
         conversations = self._tiered.conversations
-        return conversations.worth(self._names_of(tenant).space, answer, ended, first)
+        return conversations.worth(self._names.of(tenant).space, answer, ended, first)
 
     def unkept(
         self,
@@ -764,7 +763,7 @@ class KVStore(Store):
 
         Cost: that of listing every tier, which they do in parallel.
         """
-        space = self._names_of(tenant).space
+        space = self._names.of(tenant).space
         with closed_is_illegal():
             self._tiered.conversations.clear(space)
             return self._tiered.clear(space)
@@ -779,9 +778,6 @@ class KVStore(Store):
         if len(self._tiered.conversations):
             self._tiered.conversations.requested(_chain(prompt))
         return prompt
-
-    def _names_of(self, tenant: str | None = None) -> Names:
-        return self._names.of(tenant)
 
     def _prompt(
         self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
@@ -802,7 +798,7 @@ def _check_lists(sources: object, slower: object) -> None:
 
 
 def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
-    """Announce a tenant; a closed store still names blocks (`PromptStore.root`)."""
+    """Announce a tenant; a closed store still names blocks (`KVStore.root`)."""
     with suppress(IllegalStep):
         tiered.announce(space, tenant)
 

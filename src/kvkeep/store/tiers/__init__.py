@@ -2,13 +2,14 @@
 
 A `Planner` decides the moves of blocks; readers, writers and `Moves` perform them:
 
-tiered.py        `TieredStore`, which connects all of these, and deletes blocks by request
+tiered.py        `TieredStore`, which connects all of these; removal.py: deletes by request
 levels.py        lookups over all levels: where a block is, or why it is missing
 tiering.py       decides which tiers hold a block, and its moves
-reading.py       reads prompts; shared_read.py: one read of a block for several requests;
-                 block_prefetch.py: the handle of a read in the background
-writing.py       stores prompts; prompt_writes.py: their writes to each tier
-moves.py         writes blocks to tiers, and moves evicted ones to a lower tier
+reading.py       reads prompts, each block once for several requests; block_prefetch.py: the handle
+                 of a read in the background
+writing.py       stores prompts
+moves.py         writes blocks to tiers, a prompt's beginning before its end, and moves evicted ones
+                 to a lower tier
 loss_log.py      records why blocks were lost
 conversations.py  follows conversations, for policies that order by their returns;
                  block_waits.py: which of them wait at a block
