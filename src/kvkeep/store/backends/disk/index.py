@@ -312,3 +312,247 @@ class DiskIndex:
             return _used(db)[0]
 
         return self.change(work, timeout)
+
+    # -- listing --------------------------------------------------------------------------------
+
+    def sweep_once(self, timeout: float) -> None:
+        """Compare files and rows, unless this or another process has since the index was made."""
+        if self._swept:
+            return
+        if not self._sweeping.acquire(timeout=timeout):
+            raise BackendFailed(f"the index of {self._directory.url} is still being made")
+        try:
+            if not self._is_swept(timeout):
+                for _ in self.sweep(timeout):
+                    pass
+        finally:
+            self._sweeping.release()
+
+    def _is_swept(self, timeout: float) -> bool:
+        # This connects, which may create the index.
+        self._swept = self.read_fact("swept", timeout) == _boot()
+        return self._swept
+
+    def sweep(self, timeout: float) -> Iterator[Listed | int]:
+        """Yield each record; for each file that is none its size in bytes.
+
+        Reads names and rows; looks at a file only where they differ, or after another boot.
+        Memory: 64 bytes a record of the namespace being listed.
+        """
+        trusted = self._is_swept(timeout)
+
+        def begin(db: sqlite3.Connection) -> None:
+            self._add_finished(db)
+            self._recover(db)
+
+        self.change(begin, timeout)
+        spaces = set(self._directory.spaces())
+        rows = self._read("SELECT DISTINCT substr(block, 1, ?) FROM records", (SPACE_BYTES,), timeout) if not trusted else []
+        for space in sorted(spaces | {row[0].hex() for row in rows}):
+            names, others = self._directory.names(space)
+            yield from others
+            differ: list[bytes] = []
+            for listed, is_same in self._merged(bytes.fromhex(space), names, timeout):
+                if is_same and trusted:
+                    yield listed
+                    continue
+                differ.append(listed.block)
+                if len(differ) == _BATCH:
+                    yield from self._settle_all(differ, timeout)
+                    differ.clear()
+            yield from self._settle_all(differ, timeout)
+            if not names and not others:
+                self._directory.remove_space(space)
+
+        def end(db: sqlite3.Connection) -> None:
+            db.execute("INSERT OR REPLACE INTO facts VALUES ('swept', ?)", (_boot(),))
+
+        if not trusted:
+            self.change(end, timeout)
+            self._swept = True
+
+    def _merged(
+        self, space: bytes, names: bytes, timeout: float
+    ) -> Iterator[tuple[Listed, bool]]:
+        """Yield the union of sorted ``names`` and rows, and whether a block is in both."""
+        width = BLOCK_ID_BYTES - SPACE_BYTES
+        at, after, more = 0, space, True
+        while more:
+            rows = self._read(
+                "SELECT block, size, used FROM records WHERE block > ? AND block < ? "
+                "ORDER BY block LIMIT ?", (after, space + b"\xff" * (width + 1), _PAGE), timeout,
+            )  # fmt: skip
+            more = len(rows) == _PAGE
+            for block, size, used in rows:
+                after, key = block, block[SPACE_BYTES:]
+                while at < len(names) and (name := names[at : at + width]) < key:
+                    yield Listed(space + name, 0, 0.0), False
+                    at += width
+                is_same = names[at : at + width] == key
+                at += width * is_same
+                yield Listed(block, size, used / 1e9), is_same
+        for start in range(at, len(names), width):
+            yield Listed(space + names[start : start + width], 0, 0.0), False
+
+    def _settle_all(self, blocks: Sequence[bytes], timeout: float) -> list[Listed | int]:
+        if not blocks:
+            return []
+
+        def work(db: sqlite3.Connection) -> list[Listed | int]:
+            found: list[Listed | int] = []
+            for block in blocks:
+                row = self.settle(db, block)
+                if row is not None:
+                    found.append(Listed(block, row[0], row[1] / 1e9))
+                elif lstat(self._directory.path(block)) is not None:
+                    found.append(0)  # an empty or special file
+            return found
+
+        return self.change(work, timeout)
+
+    # -- within a transaction ---------------------------------------------------------------------
+
+    def settle(
+        self, db: sqlite3.Connection, block: bytes, used: int | None = None
+    ) -> tuple[int, int] | None:
+        """Make the row of ``block`` what its file is; return size and last use.
+
+        A draft whose file is gone from ``tmp/`` has its name, or was replaced since: its row goes.
+        It is looked for before the record's file, so that no file is missed.
+        """
+        for (name,) in db.execute("SELECT name FROM room WHERE block = ?", (block,)).fetchall():
+            if lstat(f"{self._directory.tmp}/{name}") is None:
+                db.execute("DELETE FROM room WHERE name = ?", (name,))
+        found = lstat(self._directory.path(block))
+        size = found.st_size if found is not None and stat.S_ISREG(found.st_mode) else 0
+        row = _row(db, block)
+        if used is None:
+            used = row[1] if row else found.st_mtime_ns if found else 0
+        _set_row(db, block, row, size, used)
+        return (size, used) if size else None
+
+    def _add_finished(self, db: sqlite3.Connection) -> None:
+        """Add finished records, and settle blocks whose file was missing."""
+        # Both stay until the commit; if that fails, this is repeated, and finds rows as they are.
+        for name, block, size, used in self._finished:
+            if db.execute("DELETE FROM room WHERE name = ?", (name,)).rowcount:
+                _set_row(db, block, _row(db, block), size, used)
+        for block in self._suspects:
+            self.settle(db, block)
+
+    def _recover(self, db: sqlite3.Connection) -> None:
+        """Remove drafts of killed writers, and finish what has its name; count the quarantine."""
+        tmp = self._directory.tmp
+        rows = db.execute("SELECT name, block FROM room WHERE name != ''").fetchall()
+        drafts = {name: block for name, block in rows if not name.startswith(_QUARANTINE)}
+        for path, size in regular_files(tmp):
+            name = os.path.basename(path)
+            alive = _is_locked(path)
+            if alive is False:
+                os.unlink(path)
+            elif alive and name not in drafts:  # the index was lost while it is written
+                db.execute("INSERT INTO room VALUES (?, ?, NULL)", (name, padded(size)))
+        for name, block in drafts.items():
+            if lstat(f"{tmp}/{name}") is None:
+                db.execute("DELETE FROM room WHERE name = ?", (name,))
+                if block is not None:
+                    self.settle(db, block)
+        self._count_quarantine(db)
+
+    def _count_quarantine(self, db: sqlite3.Connection) -> None:
+        db.execute("DELETE FROM room WHERE name LIKE 'quarantine/%'")
+        db.executemany(
+            "INSERT INTO room VALUES (?, ?, NULL)",
+            [
+                (_QUARANTINE + os.path.basename(path), padded(size))
+                for path, size in regular_files(self._directory.quarantine)
+            ],
+        )
+
+    def _create(self, path: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            self._directory.restore()  # tmp/ was removed from outside
+            fd = os.open(path, flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shows that its writer lives
+        return fd
+
+    def _rename(self, draft: Draft, target: str) -> None:
+        try:
+            os.rename(draft.path, target)
+        except FileNotFoundError:
+            if self._directory.has_space(draft.block):
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(self._directory.space(draft.block), 0o700)
+            os.rename(draft.path, target)
+
+    # -- notes and the budget -----------------------------------------------------------------------
+
+    def add_note(self, space: bytes, note: bytes, timeout: float) -> None:
+        """Add a note on ``space``, unless it has one or there are too many."""
+
+        def work(db: sqlite3.Connection) -> None:
+            (size,) = db.execute("SELECT COALESCE(SUM(length(note)), 0) FROM spaces").fetchone()
+            if size + len(note) <= _NOTES:
+                db.execute("INSERT OR IGNORE INTO spaces VALUES (?, ?)", (space, note))
+
+        self.change(work, timeout)
+
+    def notes(self, timeout: float) -> dict[bytes, bytes]:
+        """Return the notes by space."""
+        return dict(self._read("SELECT space, note FROM spaces", (), timeout))
+
+    def last_budget(self, timeout: float) -> LastBudget | None:
+        """Return the budget that the directory was last opened with."""
+        return _last_budget(self._read("SELECT name, value FROM facts", (), timeout))
+
+    def agree(
+        self, choose: Callable[[LastBudget | None, int], LastBudget], timeout: float
+    ) -> LastBudget:
+        """Remember the budget that ``choose(last, bytes used)`` returns, in one transaction."""
+
+        def work(db: sqlite3.Connection) -> LastBudget:
+            last = _last_budget(db.execute("SELECT name, value FROM facts").fetchall())
+            budget = choose(last, _used(db)[0])
+            db.executemany(
+                "INSERT OR REPLACE INTO facts VALUES (?, ?)",
+                [("budget", budget.bytes), ("given", budget.given), ("opened", budget.opened)],
+            )
+            return budget
+
+        return self.change(work, timeout)
+
+    def read_fact(self, name: str, timeout: float) -> object:
+        """Return the value of one of ``facts``, None if it has none."""
+        rows = self._read("SELECT value FROM facts WHERE name = ?", (name,), timeout)
+        return rows[0][0] if rows else None
+
+    # -- the connection -----------------------------------------------------------------------------
+
+    def change(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
+        """Call ``work`` within a transaction; it is called again if the index was damaged.
+
+        Raises:
+            BackendFailed: another process was within a transaction for ``timeout`` seconds.
+            OSError: the index cannot be written.
+        """
+
+        def transaction(db: sqlite3.Connection) -> T:
+            db.execute("BEGIN IMMEDIATE")
+            finished, suspects = len(self._finished), set(self._suspects)
+            before = db.total_changes
+            try:
+                result = work(db)
+                db.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    db.execute("ROLLBACK")
+                raise
+            del before
+            self._forget(db, finished, suspects)
+            return result
+
+        return self._with_connection(transaction, timeout)
