@@ -27,14 +27,12 @@ import sqlite3
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
-import numpy as np
-
 from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.disk.files import (
     ABSENT,
@@ -47,6 +45,7 @@ from kvkeep.store.backends.disk.files import (
     open_plain,
     padded,
     pin,
+    regular_files,
 )
 
 if TYPE_CHECKING:
@@ -59,18 +58,15 @@ __all__ = ["DiskIndex", "Draft", "LastBudget"]
 T = TypeVar("T")
 _LOG = logging.getLogger("kvkeep.tiers")
 _VERSION: Final = 1
-_SCHEMA: Final = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS records(
-    block BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS room(
-    name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, block BLOB) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS spaces(space BLOB PRIMARY KEY, note BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-INSERT OR IGNORE INTO room VALUES ('', 0, NULL);
-PRAGMA user_version = {_VERSION};
-COMMIT;
-"""
+_SCHEMA: Final = (
+    "CREATE TABLE records(block BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL) "
+    "WITHOUT ROWID",
+    "CREATE TABLE room(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, block BLOB) WITHOUT ROWID",
+    "CREATE TABLE spaces(space BLOB PRIMARY KEY, note BLOB NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE facts(name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "INSERT INTO room VALUES ('', 0, NULL)",
+    f"PRAGMA user_version = {_VERSION}",
+)
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _ERRNOS: Final = {
@@ -79,6 +75,8 @@ _ERRNOS: Final = {
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
 _NETWORK: Final = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gluster", "beegfs", "gpfs")
+_CACHE_KIB: Final = 16 << 10
+_CHECKPOINT: Final = 4000  # pages of the log, then they are copied into the index
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
 _FINISHED: Final = 32  # finished records that one transaction adds to ``records``
 _BATCH: Final = 256  # blocks that one transaction settles
@@ -128,7 +126,7 @@ class DiskIndex:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self.lock = threading.Lock()  # the connection, and a transaction on it
+        self._lock = threading.Lock()  # the connection, and a transaction on it
         self._sweeping = threading.Lock()  # one sweep that a put waits for
         self._db: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
@@ -347,8 +345,7 @@ class DiskIndex:
 
         self.change(begin, timeout)
         spaces = set(self._directory.spaces())
-        rows = self._read("SELECT DISTINCT substr(block, 1, ?) FROM records", (SPACE_BYTES,), timeout) if not trusted else []
-        for space in sorted(spaces | {row[0].hex() for row in rows}):
+        for space in sorted(spaces | self._spaces_of_rows(timeout)):
             names, others = self._directory.names(space)
             yield from others
             differ: list[bytes] = []
@@ -370,6 +367,17 @@ class DiskIndex:
         if not trusted:
             self.change(end, timeout)
             self._swept = True
+
+    def _spaces_of_rows(self, timeout: float) -> set[str]:
+        """Return the names of namespaces that have rows, by one search each."""
+        found: set[str] = set()
+        after = b""
+        query = "SELECT block FROM records WHERE block > ? ORDER BY block LIMIT 1"
+        while rows := self._read(query, (after,), timeout):
+            space = rows[0][0][:SPACE_BYTES]
+            found.add(space.hex())
+            after = space + b"\xff" * (BLOCK_ID_BYTES - SPACE_BYTES)
+        return found
 
     def _merged(
         self, space: bytes, names: bytes, timeout: float
@@ -433,11 +441,12 @@ class DiskIndex:
 
     def _add_finished(self, db: sqlite3.Connection) -> None:
         """Add finished records, and settle blocks whose file was missing."""
-        # Both stay until the commit; if that fails, this is repeated, and finds rows as they are.
-        for name, block, size, used in self._finished:
+        batch, self._settled = self._finished[:], set(self._suspects)
+        self._added = len(batch)  # they stay until the commit
+        for name, block, size, used in batch:
             if db.execute("DELETE FROM room WHERE name = ?", (name,)).rowcount:
                 _set_row(db, block, _row(db, block), size, used)
-        for block in self._suspects:
+        for block in self._settled:
             self.settle(db, block)
 
     def _recover(self, db: sqlite3.Connection) -> None:
@@ -541,9 +550,8 @@ class DiskIndex:
         """
 
         def transaction(db: sqlite3.Connection) -> T:
+            self._added, self._settled = 0, set()
             db.execute("BEGIN IMMEDIATE")
-            finished, suspects = len(self._finished), set(self._suspects)
-            before = db.total_changes
             try:
                 result = work(db)
                 db.execute("COMMIT")
@@ -551,8 +559,218 @@ class DiskIndex:
                 with suppress(sqlite3.Error):
                     db.execute("ROLLBACK")
                 raise
-            del before
-            self._forget(db, finished, suspects)
+            del self._finished[: self._added]
+            self._suspects -= self._settled
             return result
 
-        return self._with_connection(transaction, timeout)
+        return self._connected(transaction, timeout)
+
+    def _read(self, query: str, values: Sequence[object], timeout: float) -> list[tuple[Any, ...]]:
+        """Return rows. A reader does not wait for writers."""
+        return self._connected(lambda db: db.execute(query, values).fetchall(), timeout)
+
+    def _connected(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
+        """Call ``work`` with the connection; wait for others, and replace a damaged index once."""
+        until, pause, damaged = time.monotonic() + timeout, _FIRST_PAUSE, False
+        if self._pid != os.getpid():
+            _inherited.append(self._db)  # closing it here would harm the parent's
+            self._begin()
+        while True:
+            try:
+                if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                    raise self._locked(timeout)
+                try:
+                    return work(self._open())
+                except sqlite3.Error as error:
+                    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+                    if code in _DAMAGED and not damaged:
+                        damaged = True
+                        self._replace(error)
+                        continue
+                    if code not in _BUSY:
+                        self.close_connection()
+                        number = _ERRNOS.get(code, errno.EIO)
+                        path = self._directory.index
+                        raise OSError(number, f"{os.strerror(number)}: {error}", path) from error
+                finally:
+                    self._lock.release()
+            except BackendFailed:
+                raise
+            if time.monotonic() > until:
+                raise self._locked(timeout)
+            # The lock is free meanwhile: a fork waits for it.
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.005)
+
+    def _locked(self, timeout: float) -> BackendFailed:
+        return BackendFailed(
+            f"{self._directory.index} was locked for more than {timeout:g} s: one of the "
+            "processes that write there is stopped or hangs"
+        )
+
+    def _open(self) -> sqlite3.Connection:
+        """Return the connection to the file that has the name now."""
+        found = lstat(self._directory.index)
+        if self._db is not None:
+            if found is not None and (found.st_dev, found.st_ino) == self._identity:
+                return self._db
+            self.close_connection()
+        if found is None:
+            self._directory.restore()
+            found = os.lstat(self._directory.index)
+        check_kind(found, self._directory.index, stat.S_IFREG)
+        check_owner(found, self._directory.index)
+        if not os.access(self._directory.root, os.W_OK):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
+        db = sqlite3.connect(
+            self._directory.index, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._prepare(db)
+        except BaseException:
+            db.close()
+            raise
+        self._db, self._identity, self._swept = db, (found.st_dev, found.st_ino), False
+        return db
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        if self._directory.is_remote:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = OFF")
+        db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT}")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == _VERSION:
+            return
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            if db.execute("PRAGMA user_version").fetchone() == (0,):
+                for statement in _SCHEMA:
+                    db.execute(statement)
+                self._adopt(db)
+            db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise
+        self._directory.remove_old()
+
+    def _adopt(self, db: sqlite3.Connection) -> None:
+        """Take over the budget and the notes of a directory that has no index yet."""
+        notes, budget = self._directory.read_old()
+        db.executemany("INSERT OR IGNORE INTO spaces VALUES (?, ?)", notes)
+        if budget is not None:
+            db.executemany("INSERT INTO facts VALUES (?, ?)", budget)
+        if not self._directory.spaces():
+            db.execute("INSERT INTO facts VALUES ('swept', ?)", (_boot(),))
+
+    def _replace(self, error: sqlite3.Error) -> None:
+        """Delete a damaged index; the next use makes it anew."""
+        self.close_connection()
+        path, found = self._directory.index, lstat(self._directory.index)
+        if found is not None and (found.st_dev, found.st_ino) == self._identity:
+            _LOG.warning("%s is damaged and is made anew: %s", path, error)
+            for name in (path, f"{path}-wal", f"{path}-shm"):
+                with suppress(FileNotFoundError):
+                    os.unlink(name)
+
+    def close_connection(self) -> None:
+        """Close the connection; the next use opens it again."""
+        db, self._db = self._db, None
+        if db is not None and self._pid == os.getpid():
+            db.close()
+
+    def close(self, timeout: float) -> None:
+        """Add finished records, and close the connection."""
+        if self._finished:
+            with suppress(OSError):
+                self.change(self._add_finished, timeout)
+        if self._pid == os.getpid() and self._lock.acquire(timeout=timeout):
+            self.close_connection()
+            self._lock.release()
+
+    def __del__(self) -> None:
+        with suppress(sqlite3.Error):
+            self.close_connection()
+
+
+def _used(db: sqlite3.Connection, block: bytes = b"") -> tuple[int, int]:
+    """Return the bytes used, and how many drafts of ``block`` there are."""
+    used, drafts = db.execute("SELECT SUM(bytes), SUM(block IS ?) FROM room", (block,)).fetchone()
+    return used, drafts
+
+
+def _row(db: sqlite3.Connection, block: bytes) -> tuple[int, int] | None:
+    """Return size and last use of ``block``, None if it has no row."""
+    row: tuple[int, int] | None = db.execute(
+        "SELECT size, used FROM records WHERE block = ?", (block,)
+    ).fetchone()
+    return row
+
+
+def _set_row(
+    db: sqlite3.Connection, block: bytes, row: tuple[int, int] | None, size: int, used: int
+) -> None:
+    """Replace ``row`` of ``block``; a size of 0 is no row."""
+    if size and row != (size, used):
+        db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (block, size, used))
+    elif row and not size:
+        db.execute("DELETE FROM records WHERE block = ?", (block,))
+    if more := padded(size) - padded(row[0] if row else 0):
+        db.execute("UPDATE room SET bytes = bytes + ? WHERE name = ''", (more,))
+
+
+def _last_budget(rows: Sequence[tuple[str, Any]]) -> LastBudget | None:
+    facts = dict(rows)
+    if "budget" not in facts:
+        return None
+    return LastBudget(facts["budget"], bool(facts["given"]), float(facts["opened"]))
+
+
+def _is_locked(path: str) -> bool | None:
+    """Whether a living writer has the draft at ``path`` open; None for a foreign file."""
+    try:
+        fd = open_plain(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE | WRONG_KIND | {errno.ENOENT}:
+            raise
+        return None
+    with closing_fd(fd):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _boot() -> str:
+    """Return what names this boot of the machine; "" if the system does not tell."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""
+
+
+_all: WeakSet[DiskIndex] = WeakSet()
+_inherited: list[object] = []  # connections of a parent process, which a child must not close
+
+
+def _before_fork() -> None:
+    """Wait until no thread is within SQLite: the child would inherit SQLite's own locks."""
+    _forking.acquire()
+    _forking_holds[:] = [index for index in list(_all) if index._lock.acquire(timeout=1.0)]
+
+
+def _after_fork() -> None:
+    for index in _forking_holds:
+        index._lock.release()
+    _forking_holds.clear()
+    _forking.release()
+
+
+_forking = threading.Lock()
+_forking_holds: list[DiskIndex] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+    )
