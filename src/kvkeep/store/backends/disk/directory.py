@@ -1,77 +1,90 @@
-"""The layout of a directory of records: names, paths and scans.
+"""The layout of a directory of records: creation, checks, names and paths.
 
     FORMAT                 "kvkeep blocks 1"
-    ledger                 bytes used, see ledger.py
-    spaces                 notes on namespaces, see notes.py
-    budget                 the budget it was last opened with, see notes.py
+    index                  what the directory has, see index.py; index-wal and index-shm are its log
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace
-        <key, 64 hex>      one record; its modification time is the time of its last use
+        <key, 64 hex>      one record
 
-File names and sizes are the index: opening a store reads no data. Foreign files beside the records
-are never read, moved, deleted or counted.
+Foreign files beside the records are never read, moved, deleted or counted. Kvkeep before the index
+had the files ``ledger``, ``budget`` and ``spaces``: the last two are read when the index is made.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
+from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
     WRONG_KIND,
     check_kind,
+    check_owner,
     closing_fd,
     lstat,
     open_plain,
-    padded,
+    sync_path,
 )
 
-if sys.platform != "win32":
-    import fcntl
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
-__all__ = ["Entry", "RecordDirectory", "space_of_name"]
+__all__ = ["RecordDirectory"]
 
-QUARANTINED_AT_MOST: Final = 16
-_SPACE_NAME: Final = 2 * SPACE_BYTES
+_FORMAT: Final = b"kvkeep blocks 1\n"
+_OLD: Final = ("ledger", "budget", "spaces", "writes")
+_OURS: Final = {"FORMAT", "index", "index-wal", "index-shm", "tmp", "quarantine", *_OLD}
 _KEY_NAME: Final = 2 * (BLOCK_ID_BYTES - SPACE_BYTES)
-
-Entry = tuple[bytes | None, int, float]
-"""Block id (None for anything that is no record), size in bytes, time of the last use."""
+_REMOTE: Final = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "fuse.gluster", "beegfs", "gpfs")
 
 
 class RecordDirectory:
-    """Paths of one directory of records. Holds nothing open; `opening.open_directory` makes it.
+    """A directory of records, which is created if it is missing. Holds nothing open.
 
     Attributes:
         root: absolute path.
         url: the same as a URL, for messages.
-        device: ``st_dev`` of the filesystem when the directory was opened.
+        is_remote: whether it is on a network, where no memory can be shared between machines.
+
+    Raises:
+        InvalidValue: it cannot be created, another user owns it, it holds other things, or it has
+            another format. Nothing was changed.
+        BackendFailed: any other error of the filesystem.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.root = root = os.path.realpath(path)
         self.url = f"file://{root}"
-        self.ledger = os.path.join(root, "ledger")
+        self.index = os.path.join(root, "index")
         self.format = os.path.join(root, "FORMAT")
         self.tmp = os.path.join(root, "tmp")
         self.quarantine = os.path.join(root, "quarantine")
-        self.device = -1
+        try:
+            self._prepare()
+            self._device = os.stat(root).st_dev
+        except OSError as error:
+            at = error.filename
+            why = reason(error) + (f" ({at})" if at is not None and at != root else "")
+            if error.errno in CANNOT_WRITE | WRONG_KIND:
+                raise InvalidValue(f"{root} cannot hold records: {why}") from error
+            raise BackendFailed(error.errno, f"{root} cannot be opened: {why}") from error
+        self.is_remote = _filesystem(self._device).startswith(_REMOTE)
+
+    # -- names ----------------------------------------------------------------------------------
 
     def path(self, block: bytes) -> str:
         """Return the path of the record of ``block``."""
         assert len(block) == BLOCK_ID_BYTES, "a block id is a space and a block key"
-        return f"{self.space(block)}/{block[SPACE_BYTES:].hex()}"
+        return f"{self.root}/{block[:SPACE_BYTES].hex()}/{block[SPACE_BYTES:].hex()}"
 
     def space(self, block: bytes) -> str:
         """Return the path of the namespace of ``block``, given by its id or its space."""
@@ -84,12 +97,10 @@ class RecordDirectory:
             OSError: ENOTDIR: something else has its name, such as a symlink. It is not followed.
         """
         path = self.space(block)
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        check_kind(found, path, stat.S_IFDIR)
-        return True
+        found = lstat(path)
+        if found is not None:
+            check_kind(found, path, stat.S_IFDIR)
+        return found is not None
 
     def spaces(self) -> list[str]:
         """Return the names of all namespaces' directories."""
@@ -98,18 +109,14 @@ class RecordDirectory:
                 return [
                     entry.name
                     for entry in entries
-                    if space_of_name(entry.name) and entry.is_dir(follow_symlinks=False)
+                    if _is_space(entry.name) and entry.is_dir(follow_symlinks=False)
                 ]
         except FileNotFoundError:
             return []  # another process removed the whole directory
 
-    def entries(self, space: str) -> Iterator[Entry]:
-        """Yield everything in the directory ``space``; special files have size 0.
-
-        Memory: 32 bytes a record while it runs. No descriptor stays open between two entries.
-        """
-        directory = os.path.join(self.root, space)
-        keys, others = bytearray(), []
+    def names(self, space: str) -> tuple[bytes, list[int]]:
+        """Return the sorted keys of the files in ``space``, and the sizes of foreign files."""
+        directory, keys, others = os.path.join(self.root, space), bytearray(), []
         try:
             with os.scandir(directory) as listing:
                 for entry in listing:
@@ -119,109 +126,166 @@ class RecordDirectory:
                     else:
                         keys += key
         except FileNotFoundError:
-            return  # it was empty, and another process removed it
-        prefix = bytes.fromhex(space)
-        for at in range(0, len(keys), _KEY_NAME // 2):
-            key = bytes(keys[at : at + _KEY_NAME // 2])
-            found = lstat(f"{directory}/{key.hex()}")
-            if found is None:
-                continue
-            if stat.S_ISREG(found.st_mode) and found.st_size:
-                yield prefix + key, found.st_size, found.st_mtime
-            else:
-                yield None, 0, 0.0
+            return b"", []  # it was empty, and another process removed it
+        sizes = []
         for name in others:
-            found = lstat(f"{directory}/{name}")
-            if found is not None:
-                yield None, found.st_size if stat.S_ISREG(found.st_mode) else 0, 0.0
+            if (found := lstat(f"{directory}/{name}")) is not None:
+                sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else 0)
+        return np.sort(np.frombuffer(keys, f"S{_KEY_NAME // 2}")).tobytes(), sizes
 
-    def scan(self) -> Iterator[Entry]:
-        """Yield everything in the directories of all namespaces."""
+    def scan(self) -> Iterator[Listed | int]:
+        """Yield each record as its file is; for each file that is none its size in bytes."""
         for space in self.spaces():
-            yield from self.entries(space)
+            names, others = self.names(space)
+            yield from others
+            for at in range(0, len(names), _KEY_NAME // 2):
+                block = bytes.fromhex(space) + names[at : at + _KEY_NAME // 2]
+                found = lstat(self.path(block))
+                if found is None:
+                    continue
+                if stat.S_ISREG(found.st_mode) and found.st_size:
+                    yield Listed(block, found.st_size, found.st_mtime)
+                else:
+                    yield 0
 
-    def used(self, limit: int | None = None) -> int | None:
-        """Return the bytes of all records, `other_bytes` included, in whole units.
+    def remove_space(self, space: str) -> None:
+        """Remove the directory of a namespace if it is empty."""
+        with suppress(OSError):
+            os.rmdir(f"{self.root}/{space}")
 
-        None if the namespaces have more than ``limit`` files: then only names were read.
+    # -- creation -------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Create the missing parts of a directory that was emptied, removed or replaced while open.
+
+        Nothing is created on another filesystem: an unmounted disk leaves an empty mount point.
+
+        Raises:
+            BackendFailed: the directory cannot be restored; the message says why.
         """
-        spaces = self.spaces()
-        if limit is not None and self._has_more(spaces, limit):
-            return None
-        records = (entry for space in spaces for entry in self.entries(space))
-        return self.other_bytes() + sum(padded(size) for block, size, _ in records if block)
-
-    def other_bytes(self) -> int:
-        """Return the bytes, in whole units, of records being written or in quarantine."""
-        return sum(padded(size) for path in (self.tmp, self.quarantine) for _, size in _files(path))
-
-    def quarantine_surplus(self, capacity: int | None) -> list[str]:
-        """Return the files to delete from quarantine, oldest first.
-
-        The newest 16 stay, in a sixteenth of ``capacity`` at most.
-        """
-        kept = sorted(_files(self.quarantine))  # by name, which begins with the time
-        room = sys.maxsize if capacity is None else capacity // QUARANTINED_AT_MOST
-        held, surplus = sum(padded(size) for _, size in kept), []
-        for place, (path, size) in enumerate(kept):
-            if held <= room and len(kept) - place <= QUARANTINED_AT_MOST:
-                break
-            surplus.append(path)
-            held -= padded(size)
-        return surplus
-
-    def abandoned(self) -> Iterator[str]:
-        """Yield the paths of unfinished records whose writers have died.
-
-        Call it with the ledger's lock held: then every living writer has its file locked.
-        """
-        for path, _ in _files(self.tmp):
-            try:
-                fd = open_plain(path, os.O_RDWR)
-            except OSError as error:
-                if error.errno not in CANNOT_WRITE | WRONG_KIND | {errno.ENOENT}:
-                    raise
-                continue  # a foreign file
-            with closing_fd(fd), suppress(BlockingIOError):  # locked: its writer lives
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield path
-
-    def empty_spaces(self) -> list[str]:
-        """Return the names of namespaces' directories that are empty."""
-        return [space for space in self.spaces() if self._is_empty(space)]
-
-    def remove_spaces(self, spaces: Iterable[str]) -> None:
-        """Remove directories of namespaces if they are empty. The ledger's lock must be held."""
-        for space in spaces:
-            try:
-                os.rmdir(f"{self.root}/{space}")
-            except OSError as error:
-                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}:
-                    raise
-
-    def _is_empty(self, space: str) -> bool:
+        above = self.root
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if os.stat(above).st_dev != self._device:
+            raise BackendFailed(
+                errno.ENOENT,
+                f"{self.root} is gone and {above} is on another filesystem; mount its disk again",
+            )
         try:
-            with os.scandir(f"{self.root}/{space}") as listing:
-                return next(listing, None) is None
+            self._prepare(was_open=True)
+        except InvalidValue as error:
+            raise BackendFailed(errno.EINVAL, str(error)) from error
+
+    def _prepare(self, *, was_open: bool = False) -> None:
+        """Create or check the directory; one that ``was_open`` may have records but no FORMAT."""
+        os.makedirs(self.root, mode=0o700, exist_ok=True)
+        owner = os.stat(self.root).st_uid
+        if owner != os.geteuid():
+            raise InvalidValue(
+                f"{self.root} belongs to user {owner} and this process is user {os.geteuid()}; "
+                "records contain prompts, so use a directory of this user, or one below it"
+            )
+        with os.scandir(self.root) as entries:
+            names = {entry.name for entry in entries}
+        self._check_format(names, was_open=was_open or bool(names & {"index", "ledger"}))
+        try:
+            self._complete()
+        except OSError as error:
+            if not (names >= {"FORMAT", "tmp", "quarantine"} and error.errno in CANNOT_WRITE):
+                raise
+            # Read-only and complete, so it can still be read.
+
+    def _check_format(self, names: Collection[str], *, was_open: bool) -> None:
+        try:
+            with closing_fd(open_plain(self.format, os.O_RDONLY)) as fd:
+                found = os.pread(fd, 64, 0)
         except FileNotFoundError:
-            return False
+            found = b""
+        if found == _FORMAT:
+            return
+        if found and _FORMAT.startswith(found):
+            raise InvalidValue(
+                f"{self.format} is cut short: it has {len(found)} of the {len(_FORMAT)} bytes "
+                f"{_FORMAT!r}; write these, or delete the directory"
+            )
+        if found.startswith(b"kvkeep blocks "):
+            raise InvalidValue(
+                f"{self.root} holds {found.decode('ascii', 'replace').strip()!r} and this kvkeep "
+                f"writes {_FORMAT.decode().strip()!r}; give another directory, or delete that one"
+            )
+        # Without FORMAT the directory is empty, or the process creating it was killed.
+        others = {name for name in names if not (was_open and _is_space(name))} - _OURS
+        if found or others:
+            other = "FORMAT" if found else min(others)
+            raise InvalidValue(
+                f"{self.root} holds {other!r}, which is not kvkeep's; give an empty directory, "
+                "or one that does not exist yet, such as a directory below it"
+            )
 
-    def _has_more(self, spaces: Iterable[str], limit: int) -> bool:
-        seen = 0
-        for space in spaces:
+    def _complete(self) -> None:
+        """Create the missing parts of the directory, and tighten its mode to 0700."""
+        if stat.S_IMODE(os.stat(self.root).st_mode) & 0o077:
+            os.chmod(self.root, 0o700)
+        for path in (self.tmp, self.quarantine):
             try:
-                with os.scandir(f"{self.root}/{space}") as listing:
-                    seen += sum(1 for _ in itertools.islice(listing, limit + 1))
-            except FileNotFoundError:
-                continue
-            if seen > limit:
-                return True
-        return False
+                os.mkdir(path, 0o700)
+            except FileExistsError:
+                found = os.lstat(path)
+                check_kind(found, path, stat.S_IFDIR)
+                check_owner(found, path)
+        # The index is never opened but by SQLite: closing it would end SQLite's locks on it.
+        found = lstat(self.index)
+        if found is None:
+            with suppress(FileExistsError):
+                os.close(os.open(self.index, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        else:
+            check_kind(found, self.index, stat.S_IFREG)
+            check_owner(found, self.index)
+        with closing_fd(open_plain(self.format, os.O_RDWR | os.O_CREAT)) as fd:
+            if os.fstat(fd).st_size:
+                return
+            os.pwrite(fd, _FORMAT, 0)
+            # A loss of power must not leave records in a directory without FORMAT.
+            os.fsync(fd)
+        sync_path(self.root)
+
+    # -- directories of kvkeep before the index ---------------------------------------------------
+
+    def read_old(self) -> tuple[list[tuple[bytes, bytes]], list[tuple[str, float]]]:
+        """Return notes by space, and the facts of the budget, of files that precede the index."""
+        notes = []
+        for line in self._read_file("spaces").splitlines():
+            name, _, note = line.partition(b" ")
+            with suppress(ValueError):
+                notes.append((bytes.fromhex(name.decode("ascii")), note))
+        facts: list[tuple[str, float]] = []
+        words = self._read_file("budget").decode("ascii", "replace").split()
+        if len(words) == 5 and words[:2] == ["kvkeep", "budget"] and words[3] in _HOW:
+            if words[2].isdecimal() and words[4].isdecimal() and int(words[2]) >= ALIGNMENT:
+                facts = [("budget", int(words[2])), ("given", words[3] == "given"),
+                         ("opened", int(words[4]))]  # fmt: skip
+        return [note for note in notes if len(note[0]) == SPACE_BYTES], facts
+
+    def _read_file(self, name: str) -> bytes:
+        try:
+            with closing_fd(open_plain(f"{self.root}/{name}", os.O_RDONLY)) as fd:
+                return os.pread(fd, _OLD_AT_MOST, 0)
+        except OSError:  # missing, or a link, a pipe, a folder
+            return b""
+
+    def remove_old(self) -> None:
+        """Remove the files that the index replaces."""
+        for name in _OLD:
+            with suppress(OSError):
+                os.unlink(f"{self.root}/{name}")
 
 
-def space_of_name(name: str) -> bytes | None:
-    """Return the space whose directory is called ``name``; None for other names."""
-    return _from_hex(name, _SPACE_NAME)
+_HOW: Final = ("given", "default")
+_OLD_AT_MOST: Final = 64 << 10  # bytes
+
+
+def _is_space(name: str) -> bool:
+    return _from_hex(name, 2 * SPACE_BYTES) is not None
 
 
 def _from_hex(name: str, length: int) -> bytes | None:
@@ -235,13 +299,11 @@ def _from_hex(name: str, length: int) -> bytes | None:
     return data if data.hex() == name else None
 
 
-def _files(directory: str) -> Iterator[tuple[str, int]]:
-    """Yield path and size in bytes of the regular files in ``directory``."""
-    with os.scandir(directory) as listing:
-        for entry in listing:
-            try:
-                found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(found.st_mode):
-                yield entry.path, found.st_size
+def _filesystem(device: int) -> str:
+    """Return the type of the filesystem on ``device``; "" where the system does not tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        for line in mounts:
+            if line.split()[2] == number:
+                return line.partition(" - ")[2].split()[0]
+    return ""

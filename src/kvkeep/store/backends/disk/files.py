@@ -31,7 +31,6 @@ __all__ = [
     "check_kind",
     "check_owner",
     "closing_fd",
-    "create_locked",
     "lstat",
     "open_known",
     "open_plain",
@@ -40,6 +39,7 @@ __all__ = [
     "pin",
     "preallocate",
     "read_whole",
+    "regular_files",
     "size_of",
     "supports_direct",
     "sync_path",
@@ -197,20 +197,6 @@ def _open_if_there(path: str, flags: int) -> int | None:
         raise
 
 
-def create_locked(path: str, size: int) -> int:
-    """Create a file of ``size`` bytes, locked until closed, which shows that its writer lives."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, size)
-    except OSError:
-        os.close(fd)
-        os.unlink(path)
-        raise
-    return fd
-
-
 def size_of(path: str) -> int | None:
     """Return the size of a regular file in bytes; None if missing or empty."""
     found = lstat(path)
@@ -225,6 +211,19 @@ def lstat(path: str) -> os.stat_result | None:
         if error.errno in ABSENT:
             return None
         raise
+
+
+def regular_files(directory: str) -> Iterator[tuple[str, int]]:
+    """Yield path and size in bytes of the regular files in ``directory``; none if it is missing."""
+    try:
+        with os.scandir(directory) as listing:
+            entries = list(listing)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        found = lstat(entry.path)
+        if found is not None and stat.S_ISREG(found.st_mode):
+            yield entry.path, found.st_size
 
 
 def sync_path(path: str) -> None:
