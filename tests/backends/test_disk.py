@@ -148,11 +148,12 @@ def test_recency_is_kept_in_order(backend: DiskBackend, tmp_path: Path) -> None:
         assert used[B] < used[C] < used[A] <= time.time()
 
 
-def test_uses_may_be_recorded_late(backend: DiskBackend) -> None:
+def test_uses_may_be_recorded_late(backend: DiskBackend, tmp_path: Path) -> None:
     """Times and order are kept, and later uses stay."""
     for block in (A, B, C):
         put(backend, block, b"record")
         os.utime(file_of(backend, block), (1e9, 1e9))
+    (tmp_path / "store" / "index").unlink()  # made anew of the files
     backend.touch([C, block_id(9), B, A], [1e9 + 5, 1e9 + 5, 1e9 + 5, 1e9 + 6])
     used = {one.block: one.used for one in backend.list()}
     assert 1e9 + 5 <= used[C] < used[B] < 1e9 + 5.1

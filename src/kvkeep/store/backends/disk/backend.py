@@ -193,7 +193,7 @@ class DiskBackend(Backend):
         if size >= DIRECT_FROM:
             preallocate(fd, padded(size))
         write_whole(fd, record, direct=is_direct)
-        if size != padded(size) and size >= DIRECT_FROM or is_direct:
+        if (size != padded(size) and size >= DIRECT_FROM) or is_direct:
             os.ftruncate(fd, size)
         if self._sync.mode == "always":
             os.fsync(fd)
@@ -416,4 +416,3 @@ def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
     sync = url.choice("sync", ("never", "flush", "always"), "flush")
     io = url.choice("io", ("auto", "direct", "buffered"), "auto")
     return capacity, cast("Sync", sync), cast("Io", io)
-

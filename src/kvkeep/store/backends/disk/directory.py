@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
-from contextlib import suppress
+import sys
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -34,6 +37,9 @@ from kvkeep.store.backends.disk.files import (
     open_plain,
     sync_path,
 )
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -127,10 +133,8 @@ class RecordDirectory:
                         keys += key
         except FileNotFoundError:
             return b"", []  # it was empty, and another process removed it
-        sizes = []
-        for name in others:
-            if (found := lstat(f"{directory}/{name}")) is not None:
-                sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else 0)
+        there = [found for name in others if (found := lstat(f"{directory}/{name}")) is not None]
+        sizes = [found.st_size if stat.S_ISREG(found.st_mode) else 0 for found in there]
         return np.sort(np.frombuffer(keys, f"S{_KEY_NAME // 2}")).tobytes(), sizes
 
     def scan(self) -> Iterator[Listed | int]:
@@ -233,21 +237,52 @@ class RecordDirectory:
                 found = os.lstat(path)
                 check_kind(found, path, stat.S_IFDIR)
                 check_owner(found, path)
-        # The index is never opened but by SQLite: closing it would end SQLite's locks on it.
-        found = lstat(self.index)
-        if found is None:
-            with suppress(FileExistsError):
+        with self._alone() as fd:
+            # The index is opened by SQLite alone: closing it here would end SQLite's locks on it.
+            if (found := lstat(self.index)) is None:
+                self._unlink_index()  # the log of a lost index
                 os.close(os.open(self.index, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        else:
-            check_kind(found, self.index, stat.S_IFREG)
-            check_owner(found, self.index)
-        with closing_fd(open_plain(self.format, os.O_RDWR | os.O_CREAT)) as fd:
+            else:
+                check_kind(found, self.index, stat.S_IFREG)
+                check_owner(found, self.index)
             if os.fstat(fd).st_size:
                 return
             os.pwrite(fd, _FORMAT, 0)
             # A loss of power must not leave records in a directory without FORMAT.
             os.fsync(fd)
         sync_path(self.root)
+
+    def remove_index(self, identity: tuple[int, int]) -> bool:
+        """Remove the index if it still is the file ``identity`` (device, inode)."""
+        with self._alone():
+            found = lstat(self.index)
+            if found is None or (found.st_dev, found.st_ino) != identity:
+                return False
+            self._unlink_index()
+            return True
+
+    def _unlink_index(self) -> None:
+        for name in (self.index, f"{self.index}-wal", f"{self.index}-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+    @contextmanager
+    def _alone(self) -> Iterator[int]:
+        """Hold the lock of FORMAT, under which an index is made or removed."""
+        until = time.monotonic() + _PATIENCE
+        with closing_fd(open_plain(self.format, os.O_RDWR | os.O_CREAT)) as fd:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise
+                time.sleep(0.005)
+            try:
+                yield fd
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it open
 
     # -- directories of kvkeep before the index ---------------------------------------------------
 
@@ -259,11 +294,11 @@ class RecordDirectory:
             with suppress(ValueError):
                 notes.append((bytes.fromhex(name.decode("ascii")), note))
         facts: list[tuple[str, float]] = []
-        words = self._read_file("budget").decode("ascii", "replace").split()
-        if len(words) == 5 and words[:2] == ["kvkeep", "budget"] and words[3] in _HOW:
-            if words[2].isdecimal() and words[4].isdecimal() and int(words[2]) >= ALIGNMENT:
-                facts = [("budget", int(words[2])), ("given", words[3] == "given"),
-                         ("opened", int(words[4]))]  # fmt: skip
+        line = self._read_file("budget").decode("ascii", "replace")
+        found = re.fullmatch(r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*", line)
+        if found is not None and int(found[1]) >= ALIGNMENT:
+            facts = [("budget", int(found[1])), ("given", found[2] == "given")]
+            facts.append(("opened", int(found[3])))
         return [note for note in notes if len(note[0]) == SPACE_BYTES], facts
 
     def _read_file(self, name: str) -> bytes:
@@ -280,7 +315,7 @@ class RecordDirectory:
                 os.unlink(f"{self.root}/{name}")
 
 
-_HOW: Final = ("given", "default")
+_PATIENCE: Final = 5.0  # seconds for the lock of FORMAT
 _OLD_AT_MOST: Final = 64 << 10  # bytes
 
 

@@ -33,9 +33,8 @@ from weakref import WeakSet
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
-from kvkeep.store.backends.base import ALIGNMENT, Listed
+from kvkeep.store.backends.base import Listed
 from kvkeep.store.backends.disk.files import (
-    ABSENT,
     CANNOT_WRITE,
     WRONG_KIND,
     check_kind,
@@ -133,7 +132,7 @@ class DiskIndex:
         self._swept = False
         self._token, self._serial = f"{self._pid}-{os.urandom(8).hex()}", 0
 
-    # -- records --------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def reserve(self, block: bytes, size: int, capacity: int | None, timeout: float) -> Draft:
         """Create the file of a draft, whose ``size`` bytes count as used from now on.
@@ -250,9 +249,7 @@ class DiskIndex:
             os.unlink(path)
             freed[block] = found.st_size
 
-    def quarantine(
-        self, block: bytes, name: str, capacity: int | None, timeout: float
-    ) -> bool:
+    def quarantine(self, block: bytes, name: str, capacity: int | None, timeout: float) -> bool:
         """Move a record to ``quarantine/name``; return False if it is missing."""
         source, target = self._directory.path(block), f"{self._directory.quarantine}/{name}"
 
@@ -311,7 +308,7 @@ class DiskIndex:
 
         return self.change(work, timeout)
 
-    # -- listing --------------------------------------------------------------------------------
+    # -- listing -----------------------------------------------------------------------------------
 
     def sweep_once(self, timeout: float) -> None:
         """Compare files and rows, unless this or another process has since the index was made."""
@@ -379,9 +376,7 @@ class DiskIndex:
             after = space + b"\xff" * (BLOCK_ID_BYTES - SPACE_BYTES)
         return found
 
-    def _merged(
-        self, space: bytes, names: bytes, timeout: float
-    ) -> Iterator[tuple[Listed, bool]]:
+    def _merged(self, space: bytes, names: bytes, timeout: float) -> Iterator[tuple[Listed, bool]]:
         """Yield the union of sorted ``names`` and rows, and whether a block is in both."""
         width = BLOCK_ID_BYTES - SPACE_BYTES
         at, after, more = 0, space, True
@@ -418,7 +413,7 @@ class DiskIndex:
 
         return self.change(work, timeout)
 
-    # -- within a transaction ---------------------------------------------------------------------
+    # -- within a transaction ----------------------------------------------------------------------
 
     def settle(
         self, db: sqlite3.Connection, block: bytes, used: int | None = None
@@ -498,7 +493,7 @@ class DiskIndex:
                 os.mkdir(self._directory.space(draft.block), 0o700)
             os.rename(draft.path, target)
 
-    # -- notes and the budget -----------------------------------------------------------------------
+    # -- notes and the budget ----------------------------------------------------------------------
 
     def add_note(self, space: bytes, note: bytes, timeout: float) -> None:
         """Add a note on ``space``, unless it has one or there are too many."""
@@ -539,7 +534,7 @@ class DiskIndex:
         rows = self._read("SELECT value FROM facts WHERE name = ?", (name,), timeout)
         return rows[0][0] if rows else None
 
-    # -- the connection -----------------------------------------------------------------------------
+    # -- the connection ----------------------------------------------------------------------------
 
     def change(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
         """Call ``work`` within a transaction; it is called again if the index was damaged.
@@ -622,6 +617,7 @@ class DiskIndex:
         check_owner(found, self._directory.index)
         if not os.access(self._directory.root, os.W_OK):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
+        self._identity = found.st_dev, found.st_ino
         db = sqlite3.connect(
             self._directory.index, timeout=0, isolation_level=None, check_same_thread=False
         )
@@ -630,7 +626,7 @@ class DiskIndex:
         except BaseException:
             db.close()
             raise
-        self._db, self._identity, self._swept = db, (found.st_dev, found.st_ino), False
+        self._db, self._swept = db, False
         return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
@@ -667,13 +663,10 @@ class DiskIndex:
 
     def _replace(self, error: sqlite3.Error) -> None:
         """Delete a damaged index; the next use makes it anew."""
+        identity = self._identity
         self.close_connection()
-        path, found = self._directory.index, lstat(self._directory.index)
-        if found is not None and (found.st_dev, found.st_ino) == self._identity:
-            _LOG.warning("%s is damaged and is made anew: %s", path, error)
-            for name in (path, f"{path}-wal", f"{path}-shm"):
-                with suppress(FileNotFoundError):
-                    os.unlink(name)
+        if identity is not None and self._directory.remove_index(identity):
+            _LOG.warning("%s is damaged and is made anew: %s", self._directory.index, error)
 
     def close_connection(self) -> None:
         """Close the connection; the next use opens it again."""
