@@ -324,7 +324,6 @@ def test_files_of_killed_writers_are_removed(backend: DiskBackend, tmp_path: Pat
     assert backend.used() == 0
     for _ in range(2):
         left.write_bytes(bytes(1 << 19))
-        (tmp_path / "store" / "ledger").write_bytes(b"")  # as if it had been counted
         with pytest.raises(OutOfRoom):
             put(backend, A, bytes((1 << 20) + 1))
         put(backend, A, content(A, 1, 900_000))
@@ -336,14 +335,21 @@ def test_files_of_killed_writers_are_removed(backend: DiskBackend, tmp_path: Pat
     assert not left.exists()
 
 
-def test_a_full_store_notices_files_deleted_by_hand(
-    backend: DiskBackend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("notice", ["get", "delete", "list", "reopen"])
+def test_files_deleted_by_hand_take_no_room(
+    backend: DiskBackend, tmp_path: Path, notice: str
 ) -> None:
+    """Their bytes count until a call misses one of them."""
     put(backend, A, content(A, 1, 900_000))
     file_of(backend, A).unlink()
     with pytest.raises(OutOfRoom):
         put(backend, B, content(B, 1, 900_000))
-    monkeypatch.setattr(disk.backend, "RECOUNT_AFTER", 0.0)
+    if notice == "get":
+        assert get(backend, A) is None
+    elif notice == "delete":
+        assert backend.delete([A]) == 0
+    else:
+        assert sizes_listed(backend if notice == "list" else DiskBackend(tmp_path / "store")) == {}
     put(backend, B, content(B, 1, 900_000))
     assert backend.used() == 220 * UNIT
 
@@ -407,8 +413,6 @@ def test_a_full_disk_is_out_of_room_and_recovers(small: Path) -> None:
     assert backend.used() == DiskBackend(small / "store").used() == len(kept) * 25 * UNIT
     assert os.listdir(small / "store" / "tmp") == []
     # Full to the last byte: records can still be deleted.
-    (small / "store" / "ledger").unlink()
-    backend = DiskBackend(small / "store")
     free = os.statvfs(small).f_bavail
     (small / "filler").write_bytes(bytes(free * UNIT))
     with pytest.raises(OSError, match="No space"):
@@ -589,8 +593,12 @@ def test_a_failed_flush_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert get(backend, A) == b"record"
 
 
-def test_no_descriptor_stays_open(backend: DiskBackend) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+def test_only_the_index_stays_open(backend: DiskBackend) -> None:
+    def opened() -> set[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+        return {path for path in paths if path.startswith(backend.describe()[7:])}
+
     for number in range(5):
         put(backend, block_id(number), content(A, number, 70_000))
         get(backend, block_id(number))
@@ -601,4 +609,6 @@ def test_no_descriptor_stays_open(backend: DiskBackend) -> None:
     backend.flush()
     listing = backend.list()
     next(listing)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert {os.path.basename(path) for path in opened()} == {"index", "index-wal", "index-shm"}
+    backend.close()
+    assert opened() == set()

@@ -361,9 +361,8 @@ class DiskBackend(Backend):
 
         with self._translated("opened"):
             try:
-                if given is None:
-                    self._index.sweep_once(self.timeout)
-                self.capacity = self._index.agree(choose, self.timeout).bytes
+                budget = self._index.agree(choose, self.timeout, sweep=given is None)
+                self.capacity = budget.bytes
             except OSError:
                 self.capacity = choose(self.last_budget(), 0).bytes
         if given is None:

@@ -29,6 +29,7 @@ import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from urllib.parse import quote
 from weakref import WeakSet
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
@@ -88,6 +89,10 @@ _PIN_FROM: Final = 64 * 1024
 """Bytes from which an unlink takes so long that the file's blocks are freed after the commit."""
 
 
+class _SweepDue(Exception):
+    """A change needs rows that are compared with the files."""
+
+
 class LastBudget(NamedTuple):
     """A budget in bytes, whether it was given as ``size=``, and when it was last used."""
 
@@ -141,8 +146,6 @@ class DiskIndex:
             OutOfRoom: they would exceed ``capacity``.
         """
         need = padded(size)
-        if capacity is not None:
-            self.sweep_once(timeout)
         draft: Draft | None = None
 
         def work(db: sqlite3.Connection) -> int:
@@ -165,7 +168,7 @@ class DiskIndex:
             return 0
 
         try:
-            short = self.change(work, timeout)
+            short = self.change(work, timeout, swept=capacity is not None)
         except BaseException:
             if draft is not None:  # the transaction failed
                 os.close(draft.fd)
@@ -290,7 +293,7 @@ class DiskIndex:
                 zip(used, blocks, strict=True),
             )
 
-        self.change(work, timeout)
+        self.change(work, timeout, swept=True)
 
     def suspect(self, block: bytes) -> None:
         """Note that the file of ``block`` is missing; its row goes with the next transaction."""
@@ -299,21 +302,18 @@ class DiskIndex:
 
     def used(self, timeout: float) -> int:
         """Return the bytes used by all processes."""
-        self.sweep_once(timeout)
 
         def work(db: sqlite3.Connection) -> int:
             self._add_finished(db)
             self._recover(db)
             return _used(db)[0]
 
-        return self.change(work, timeout)
+        return self.change(work, timeout, swept=True)
 
     # -- listing -----------------------------------------------------------------------------------
 
-    def sweep_once(self, timeout: float) -> None:
-        """Compare files and rows, unless this or another process has since the index was made."""
-        if self._swept:
-            return
+    def _sweep_once(self, timeout: float) -> None:
+        """Sweep, or wait for the thread that does."""
         if not self._sweeping.acquire(timeout=timeout):
             raise BackendFailed(f"the index of {self._directory.url} is still being made")
         try:
@@ -324,9 +324,14 @@ class DiskIndex:
             self._sweeping.release()
 
     def _is_swept(self, timeout: float) -> bool:
-        # This connects, which may create the index.
-        self._swept = self.read_fact("swept", timeout) == _boot()
-        return self._swept
+        """Whether a process has swept since the index was made and since the machine started."""
+
+        def read(db: sqlite3.Connection) -> bool:
+            row = db.execute("SELECT value FROM facts WHERE name = 'swept'").fetchone()
+            self._swept = row == (_boot(),)
+            return self._swept
+
+        return self._connected(read, timeout)
 
     def sweep(self, timeout: float) -> Iterator[Listed | int]:
         """Yield each record; for each file that is none its size in bytes.
@@ -514,9 +519,16 @@ class DiskIndex:
         return _last_budget(self._read("SELECT name, value FROM facts", (), timeout))
 
     def agree(
-        self, choose: Callable[[LastBudget | None, int], LastBudget], timeout: float
+        self,
+        choose: Callable[[LastBudget | None, int], LastBudget],
+        timeout: float,
+        *,
+        sweep: bool,
     ) -> LastBudget:
-        """Remember the budget that ``choose(last, bytes used)`` returns, in one transaction."""
+        """Remember the budget that ``choose(last, bytes used)`` returns, in one transaction.
+
+        Without ``sweep`` the bytes used may be outdated.
+        """
 
         def work(db: sqlite3.Connection) -> LastBudget:
             last = _last_budget(db.execute("SELECT name, value FROM facts").fetchall())
@@ -527,17 +539,16 @@ class DiskIndex:
             )
             return budget
 
-        return self.change(work, timeout)
-
-    def read_fact(self, name: str, timeout: float) -> object:
-        """Return the value of one of ``facts``, None if it has none."""
-        rows = self._read("SELECT value FROM facts WHERE name = ?", (name,), timeout)
-        return rows[0][0] if rows else None
+        return self.change(work, timeout, swept=sweep)
 
     # -- the connection ----------------------------------------------------------------------------
 
-    def change(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
+    def change(
+        self, work: Callable[[sqlite3.Connection], T], timeout: float, *, swept: bool = False
+    ) -> T:
         """Call ``work`` within a transaction; it is called again if the index was damaged.
+
+        With ``swept``, files and rows are compared first if that is due.
 
         Raises:
             BackendFailed: another process was within a transaction for ``timeout`` seconds.
@@ -545,6 +556,8 @@ class DiskIndex:
         """
 
         def transaction(db: sqlite3.Connection) -> T:
+            if swept and not self._swept:
+                raise _SweepDue
             self._added, self._settled = 0, set()
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -558,7 +571,11 @@ class DiskIndex:
             self._suspects -= self._settled
             return result
 
-        return self._connected(transaction, timeout)
+        while True:
+            try:
+                return self._connected(transaction, timeout)
+            except _SweepDue:
+                self._sweep_once(timeout)
 
     def _read(self, query: str, values: Sequence[object], timeout: float) -> list[tuple[Any, ...]]:
         """Return rows. A reader does not wait for writers."""
@@ -568,32 +585,28 @@ class DiskIndex:
         """Call ``work`` with the connection; wait for others, and replace a damaged index once."""
         until, pause, damaged = time.monotonic() + timeout, _FIRST_PAUSE, False
         if self._pid != os.getpid():
-            _inherited.append(self._db)  # closing it here would harm the parent's
+            self.close_connection()
             self._begin()
         while True:
-            try:
-                if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-                    raise self._locked(timeout)
-                try:
-                    return work(self._open())
-                except sqlite3.Error as error:
-                    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-                    if code in _DAMAGED and not damaged:
-                        damaged = True
-                        self._replace(error)
-                        continue
-                    if code not in _BUSY:
-                        self.close_connection()
-                        number = _ERRNOS.get(code, errno.EIO)
-                        path = self._directory.index
-                        raise OSError(number, f"{os.strerror(number)}: {error}", path) from error
-                finally:
-                    self._lock.release()
-            except BackendFailed:
-                raise
-            if time.monotonic() > until:
+            if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise self._locked(timeout)
-            # The lock is free meanwhile: a fork waits for it.
+            try:
+                return work(self._open())
+            except sqlite3.ProgrammingError:
+                raise
+            except sqlite3.Error as error:
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+                if code in _DAMAGED and not damaged:
+                    damaged = True
+                    self._replace(error)
+                elif code not in _BUSY:
+                    self.close_connection()
+                    number, path = _ERRNOS.get(code, errno.EIO), self._directory.index
+                    raise OSError(number, f"{os.strerror(number)}: {error}", path) from error
+                elif time.monotonic() > until:
+                    raise self._locked(timeout) from None
+            finally:
+                self._lock.release()
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
 
@@ -619,7 +632,11 @@ class DiskIndex:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
         self._identity = found.st_dev, found.st_ino
         db = sqlite3.connect(
-            self._directory.index, timeout=0, isolation_level=None, check_same_thread=False
+            f"file:{quote(self._directory.index)}?mode=rw",
+            timeout=0,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
         )
         try:
             self._prepare(db)
@@ -636,15 +653,20 @@ class DiskIndex:
         db.execute("PRAGMA synchronous = OFF")
         db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT}")
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version == _VERSION:
+        if db.execute("PRAGMA user_version").fetchone() == (_VERSION,):
+            swept = db.execute("SELECT value FROM facts WHERE name = 'swept'").fetchone()
+            if swept != (_boot(),) and db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError("it was not synced when the machine stopped")
             return
         db.execute("BEGIN IMMEDIATE")
         try:
-            if db.execute("PRAGMA user_version").fetchone() == (0,):
+            version = db.execute("PRAGMA user_version").fetchone()
+            if version == (0,):
                 for statement in _SCHEMA:
                     db.execute(statement)
                 self._adopt(db)
+            elif version != (_VERSION,):
+                raise sqlite3.DatabaseError(f"it has version {version[0]}, not {_VERSION}")
             db.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
@@ -673,6 +695,8 @@ class DiskIndex:
         db, self._db = self._db, None
         if db is not None and self._pid == os.getpid():
             db.close()
+        elif db is not None:
+            _inherited.append(db)
 
     def close(self, timeout: float) -> None:
         """Add finished records, and close the connection."""
