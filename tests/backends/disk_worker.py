@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import sqlite3
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk import backend as disk_backend
 
 KEYS = 12
 SIZES = (90, 5000, 70_000)  # of one unit, of more, and large enough for direct I/O
@@ -99,16 +101,36 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
     del seed
 
 
-def recount(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
-    """Open the directory as if it were large, and count it while other processes write."""
-    disk_backend.SMALL = 0
+def sweep(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
+    """List the directory with an index made anew, while other processes write."""
     for _ in range(steps):
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}/index")
         for _record in DiskBackend(path, capacity).list():
             time.sleep(0.0002)
     del who, seed
 
 
-JOBS = {"work": work, "fork": fork_in_use, "recount": recount}
+def stop(path: str, capacity: int, who: int, within: int, steps: int) -> None:
+    """Stop within a change, or while a record of two units is written."""
+    if within:
+        with closing(sqlite3.connect(f"{path}/index", isolation_level=None)) as index:
+            index.execute("BEGIN IMMEDIATE")
+            index.execute("DELETE FROM records")
+            say(f"stopped {who}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stopping(*_: object) -> int:
+        say(f"stopped {who}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("it is killed")
+
+    os.pwrite = stopping
+    DiskBackend(path, capacity).put(block_of(who, 0), memoryview(bytes(5000)))
+    del steps
+
+
+JOBS = {"work": work, "fork": fork_in_use, "sweep": sweep, "stop": stop}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -273,9 +274,10 @@ class DiskBackend(Backend):
         try:
             yield from self._index.sweep(self.timeout)
         except OSError as error:
-            if error.errno not in CANNOT_WRITE:
+            if error.errno not in CANNOT_WRITE | {errno.ENOENT}:
                 raise
-            yield from self._directory.scan()  # a read-only directory is still good for reading
+            # A read-only directory is still good for reading; a missing one has no records.
+            yield from self._directory.scan()
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """Record times of use in one transaction; does nothing in a read-only directory.

@@ -28,6 +28,7 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
@@ -348,7 +349,8 @@ class DiskIndex:
         self.change(begin, timeout)
         spaces = set(self._directory.spaces())
         for space in sorted(spaces | self._spaces_of_rows(timeout)):
-            names, others = self._directory.names(space)
+            is_there = space in spaces
+            names, others = self._directory.names(space) if is_there else (b"", [])
             yield from others
             differ: list[bytes] = []
             for listed, is_same in self._merged(bytes.fromhex(space), names, timeout):
@@ -357,10 +359,10 @@ class DiskIndex:
                     continue
                 differ.append(listed.block)
                 if len(differ) == _BATCH:
-                    yield from self._settle_all(differ, timeout)
+                    yield from self._settle_all(differ, is_there, timeout)
                     differ.clear()
-            yield from self._settle_all(differ, timeout)
-            if not names and not others:
+            yield from self._settle_all(differ, is_there, timeout)
+            if is_there and not names and not others:
                 self._directory.remove_space(space)
 
         def end(db: sqlite3.Connection) -> None:
@@ -402,15 +404,19 @@ class DiskIndex:
         for start in range(at, len(names), width):
             yield Listed(space + names[start : start + width], 0, 0.0), False
 
-    def _settle_all(self, blocks: Sequence[bytes], timeout: float) -> list[Listed | int]:
+    def _settle_all(
+        self, blocks: Sequence[bytes], is_there: bool, timeout: float
+    ) -> list[Listed | int]:
+        """Settle blocks of a namespace; of one without a directory, the rows go."""
         if not blocks:
             return []
 
         def work(db: sqlite3.Connection) -> list[Listed | int]:
             found: list[Listed | int] = []
             for block in blocks:
-                row = self.settle(db, block)
-                if row is not None:
+                if not is_there:
+                    _set_row(db, block, _row(db, block), 0, 0)
+                elif (row := self.settle(db, block)) is not None:
                     found.append(Listed(block, row[0], row[1] / 1e9))
                 elif lstat(self._directory.path(block)) is not None:
                     found.append(0)  # an empty or special file
@@ -761,11 +767,12 @@ def _is_locked(path: str) -> bool | None:
     return False
 
 
-def _boot() -> str:
-    """Return what names this boot of the machine; "" if the system does not tell."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+@cache
+def _boot() -> bytes:
+    """Return what names this boot of the machine; b"" if the system does not tell."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return file.read().strip()
-    return ""
+    return b""
 
 
 _all: WeakSet[DiskIndex] = WeakSet()
