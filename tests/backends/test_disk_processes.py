@@ -156,7 +156,8 @@ def test_a_hundred_killed_writers(workers: Workers, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         said = workers.wait()
         changes += sum(line.startswith("done") for line in said)
-        assert observer.used() == on_disk(tmp_path) <= CAPACITY
+        used = observer.used()  # too high if one was killed while it deleted
+        assert on_disk(tmp_path) <= used <= CAPACITY
         told.check(said, tmp_path)
     assert changes > 200, "they were killed before they did anything"
 
@@ -201,7 +202,7 @@ def test_an_index_lost_again_and_again_while_others_write(workers: Workers, tmp_
 def test_a_stopped_process_stops_no_other(workers: Workers, tmp_path: Path, stopped: str) -> None:
     with DiskBackend(tmp_path, CAPACITY) as backend:
         put(backend, block_of(9, 9), b"record")
-        pid = workers.start("stop", tmp_path, CAPACITY, 1, stopped == "within a change", 0)
+        pid = workers.start("stop", tmp_path, CAPACITY, 1, int("within" in stopped), 0)
         while not any(line.startswith("stopped") for line in workers.said):
             workers.said.append(workers.line())
         backend.timeout = 0.1
@@ -217,7 +218,6 @@ def test_a_stopped_process_stops_no_other(workers: Workers, tmp_path: Path, stop
         assert get(backend, block_of(9, 9)) == b"record", "reading needs no lock"
         assert backend.sizes([block_of(9, 9)]) == [6]
         assert time.monotonic() - before < 2
-        os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGKILL)
         workers.wait()
         backend.timeout = 5

@@ -70,6 +70,7 @@ _SCHEMA: Final = (
 )
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+_LOST: Final = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}  # so it looks if a file is removed
 _ERRNOS: Final = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EROFS,
@@ -78,6 +79,7 @@ _ERRNOS: Final = {
 _NETWORK: Final = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gluster", "beegfs", "gpfs")
 _CACHE_KIB: Final = 16 << 10
 _CHECKPOINT: Final = 4000  # pages of the log, then they are copied into the index
+_TRIES: Final = 5  # of an operation that collides with the removal of files
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
 _FINISHED: Final = 32  # finished records that one transaction adds to ``records``
 _BATCH: Final = 256  # blocks that one transaction settles
@@ -268,7 +270,6 @@ class DiskIndex:
                 else:
                     self.settle(db, block)
                     return False
-            self.settle(db, block)
             self._count_quarantine(db)
             kept = db.execute(
                 "SELECT name, bytes FROM room WHERE name LIKE 'quarantine/%' ORDER BY name DESC"
@@ -464,7 +465,8 @@ class DiskIndex:
             name = os.path.basename(path)
             alive = _is_locked(path)
             if alive is False:
-                os.unlink(path)
+                with suppress(FileNotFoundError):  # finished meanwhile
+                    os.unlink(path)
             elif alive and name not in drafts:  # the index was lost while it is written
                 db.execute("INSERT INTO room VALUES (?, ?, NULL)", (name, padded(size)))
         for name, block in drafts.items():
@@ -475,14 +477,18 @@ class DiskIndex:
         self._count_quarantine(db)
 
     def _count_quarantine(self, db: sqlite3.Connection) -> None:
-        db.execute("DELETE FROM room WHERE name LIKE 'quarantine/%'")
-        db.executemany(
-            "INSERT INTO room VALUES (?, ?, NULL)",
-            [
-                (_QUARANTINE + os.path.basename(path), padded(size))
-                for path, size in regular_files(self._directory.quarantine)
-            ],
-        )
+        """Make the rows of files in quarantine what is there."""
+        there = {
+            _QUARANTINE + os.path.basename(path): padded(size)
+            for path, size in regular_files(self._directory.quarantine)
+        }
+        rows = dict(db.execute("SELECT name, bytes FROM room WHERE name LIKE 'quarantine/%'"))
+        for name in rows.keys() - there.keys():
+            db.execute("DELETE FROM room WHERE name = ?", (name,))
+        for name in there.keys() - rows.keys():
+            db.execute("INSERT INTO room VALUES (?, ?, NULL)", (name, there[name]))
+            if (block := _quarantined(name)) is not None:
+                self.settle(db, block)
 
     def _create(self, path: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -495,14 +501,19 @@ class DiskIndex:
         return fd
 
     def _rename(self, draft: Draft, target: str) -> None:
-        try:
-            os.rename(draft.path, target)
-        except FileNotFoundError:
-            if self._directory.has_space(draft.block):
-                raise
-            with suppress(FileExistsError):
-                os.mkdir(self._directory.space(draft.block), 0o700)
-            os.rename(draft.path, target)
+        for _ in range(_TRIES):
+            try:
+                os.rename(draft.path, target)
+            except FileNotFoundError:
+                if lstat(draft.path) is None:
+                    raise
+                # The namespace is new, or its directory was empty, and a sweep removed it.
+                if not self._directory.has_space(draft.block):
+                    with suppress(FileExistsError):
+                        os.mkdir(self._directory.space(draft.block), 0o700)
+            else:
+                return
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target)
 
     # -- notes and the budget ----------------------------------------------------------------------
 
@@ -589,7 +600,7 @@ class DiskIndex:
 
     def _connected(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
         """Call ``work`` with the connection; wait for others, and replace a damaged index once."""
-        until, pause, damaged = time.monotonic() + timeout, _FIRST_PAUSE, False
+        until, pause, tries = time.monotonic() + timeout, _FIRST_PAUSE, _TRIES
         if self._pid != os.getpid():
             self.close_connection()
             self._begin()
@@ -602,9 +613,9 @@ class DiskIndex:
                 raise
             except sqlite3.Error as error:
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-                if code in _DAMAGED and not damaged:
-                    damaged = True
-                    self._replace(error)
+                tries -= code not in _BUSY
+                if code in _DAMAGED | _LOST and tries:
+                    self._replace(error, is_damaged=code in _DAMAGED)
                 elif code not in _BUSY:
                     self.close_connection()
                     number, path = _ERRNOS.get(code, errno.EIO), self._directory.index
@@ -689,11 +700,11 @@ class DiskIndex:
         if not self._directory.spaces():
             db.execute("INSERT INTO facts VALUES ('swept', ?)", (_boot(),))
 
-    def _replace(self, error: sqlite3.Error) -> None:
-        """Delete a damaged index; the next use makes it anew."""
+    def _replace(self, error: sqlite3.Error, *, is_damaged: bool) -> None:
+        """Close the connection, and delete a damaged index: the next use makes it anew."""
         identity = self._identity
         self.close_connection()
-        if identity is not None and self._directory.remove_index(identity):
+        if is_damaged and identity is not None and self._directory.remove_index(identity):
             _LOG.warning("%s is damaged and is made anew: %s", self._directory.index, error)
 
     def close_connection(self) -> None:
@@ -749,6 +760,14 @@ def _last_budget(rows: Sequence[tuple[str, Any]]) -> LastBudget | None:
     if "budget" not in facts:
         return None
     return LastBudget(facts["budget"], bool(facts["given"]), float(facts["opened"]))
+
+
+def _quarantined(name: str) -> bytes | None:
+    """Return the block of a file in quarantine, None for a foreign one."""
+    with suppress(ValueError, IndexError):
+        block = bytes.fromhex(name.split(".")[1])
+        return block if len(block) == BLOCK_ID_BYTES else None
+    return None
 
 
 def _is_locked(path: str) -> bool | None:
