@@ -103,7 +103,8 @@ def test_the_command_line_of_the_documentation(llama: str, tmp_path: Path) -> No
     assert "0 blocks found" in lines[0][2]
     assert "there are store, load, ttl, pin; did you mean 'store'?" in lines[1][2]
     assert "did not write all" not in log
-    assert "workers still running" not in log, "it was not given the time to write"
+    # vLLM may say that it kills an engine that has ended by itself: two of its threads wait for it.
+    assert "kill" not in log.lower().partition("all workers exited gracefully")[0]
 
     with served(llama, arguments, tmp_path / "second", processes=True) as one:
         assert ask(one, past, load=False).cached == 0, "it was not to be loaded"

@@ -23,7 +23,6 @@ from test_quantised import HALF_ULP, any_block
 from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import DTYPES
 from kvkeep.store.codecs import BlockShape, Damaged, make_codec
-from kvkeep.store.codecs.grids import BITS, PLANES, pack, padded, plane_bytes, unpack
 from kvkeep.store.codecs.int4 import find_base, turn, turns
 
 SETTINGS = ("int4",)
@@ -126,19 +125,6 @@ def test_four_bits_make_bfloat16_more_than_three_and_a_half_times_smaller():
         shape = BlockShape("bfloat16", "NHD", ((4, 128),) * 4)
         raw = block(shape, tokens)
         assert len(raw) / len(encode(make_codec("int4", shape), raw)) >= 3.5
-
-
-@pytest.mark.parametrize("bits", BITS)
-@given(count=st.integers(1, 400), units=st.integers(1, 5), seed=st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
-def test_planes_return_the_codes(bits, count, units, seed):
-    codes = torch.zeros(units, padded(count), dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
-    codes[:, :count] = torch.randint(2**bits, (units, count), generator=generator)
-    planes = pack(codes, bits)
-    assert [plane.shape[1] for plane in planes] == [plane_bytes(count, w) for w in PLANES[bits]]
-    assert sum(plane.shape[1] for plane in planes) == padded(count) * bits // 8
-    assert torch.equal(unpack(planes, bits), codes)
 
 
 def test_invalid_heads_scales_and_rotations_are_damage():

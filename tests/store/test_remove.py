@@ -176,7 +176,7 @@ def test_a_write_that_hangs_is_told_and_does_not_overwrite_what_comes_later(
         assert kind_of(store, LONG) == ("new", 20)
         place.heal()  # what hung writes the old, now
         end = time.monotonic() + 10
-        while place.inside["put"] or store._tiered._queue._pending:
+        while place.inside["put"] or any(len(tier.states) for tier in store._tiered.tiers):
             assert time.monotonic() < end
             time.sleep(0.005)
         quiet(store)
@@ -318,7 +318,7 @@ def test_many_threads_put_get_and_remove_the_same_prompt(place: FaultyBackend) -
         quiet(store)
         assert get(store, LONG) == 0
         assert list(place.inner.list()) == []
-        assert not store._tiered._queue._pending
+        assert not any(len(tier.states) for tier in store._tiered.tiers)
         store.check()
 
 
@@ -337,7 +337,7 @@ def test_a_tier_that_cannot_delete_is_told_and_not_read_any_more(
         assert records(tmp_path / "good") == []
         place.heal()
         end = time.monotonic() + 10
-        while store._tiered._queue._pending:
+        while any(len(tier.states) for tier in store._tiered.tiers):
             assert time.monotonic() < end
             time.sleep(0.005)
         assert get(store, LONG) == 0, "it is not handed out again"

@@ -74,7 +74,9 @@ def test_two_slow_tiers_that_are_in_time_are_waited_for(bench: Bench) -> None:
     emptied(store)
     for place in places:
         place.slow(0.02, "get")
-    store.tiers[0].remove([name(number) for number in range(1, 12, 2)])
+    store.tiers[0].remove(
+        store.tiers[0].states.delete([name(number) for number in range(1, 12, 2)])
+    )
     assert get(store, range(12)) == 12
     assert [tier.counters.hits for tier in store.tiers] == [6, 6]
     assert [tier.counters.late for tier in store.tiers] == [0, 0]

@@ -89,7 +89,7 @@ def test_ctrl_c_while_a_full_queue_is_waited_for(
     with pytest.raises(KeyboardInterrupt):
         put(store, [1, 2], wait=10)
     monkeypatch.undo()
-    assert {block for block, _ in store._queue._pending} == {name(0)}
+    assert tier.states.under_way() == [name(0)]
     place.heal()
     settle(store)
     checked(store)

@@ -21,7 +21,7 @@ from kvkeep.store.backends import TierURL
 from kvkeep.store.backends.disk.notes import NOTES, read_notes
 from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.store.tiers import note_of, open_backend
-from kvkeep.store.tiers.listing import NOTE_BYTES, difference
+from kvkeep.store.tiers.notes import NOTE_BYTES, difference
 
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from servers import Server, needs_server, server

@@ -21,8 +21,8 @@ from tier_bench import (
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.known import KnownBlocks
 from kvkeep.store.tiers.record_codec import RecordCodec
+from kvkeep.store.tiers.states import BlockStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ WRITING: list[tuple[type, str]] = [
     (Catalogue, "add"),
     (Catalogue, "over_quota"),
     (RecordCodec, "encode"),
-    (KnownBlocks, "is_hidden"),
+    (BlockStates, "hides"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_a_fault_of_ours_while_writing(
     real = getattr(owner, method)
 
     def only_in_the_tier(self: object, *args: object, **more: object) -> object:
-        mine = (tier.catalogue, tier.records, tier._known)
+        mine = (tier.catalogue, tier.records, tier.states)
         return broken() if any(self is one for one in mine) else real(self, *args, **more)
 
     with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def test_a_fault_of_ours_in_the_place_of_a_record(bench: Bench) -> None:
     tier = bench.tier(bench.disk(), breaker_limit=1, pause=60.0)
     record = memoryview(bytearray(PAGE))
     record[-RAW:] = content(name(0))
-    assert tier.save(name(0), record)
+    assert not tier.save(name(0), record)
     with pytest.raises(TypeError, match="planted"):
         tier.load(name(0), RAW, broken)  # type: ignore[arg-type]
     assert tier.breaker.opened == tier.counters.errors == 0
@@ -132,7 +132,7 @@ def test_a_fault_of_ours_that_a_backend_wraps(bench: Bench) -> None:
     tier = bench.tier(Wraps(8 * PAGE), breaker_limit=1, pause=60.0)
     record = memoryview(bytearray(PAGE))
     record[-RAW:] = content(name(0))
-    assert tier.save(name(0), record)
+    assert not tier.save(name(0), record)
     with pytest.raises(TypeError, match="planted"):
         tier.load(name(0), RAW, broken)  # type: ignore[arg-type]
     assert tier.breaker.opened == tier.counters.errors == 0
@@ -150,7 +150,7 @@ def test_what_a_backend_raises_is_charged_to_it(
     place = bench.disk()
     tier = bench.tier(place, breaker_limit=1, pause=60.0)
     place.fail("put", error=error)
-    assert not tier.save(name(0), memoryview(bytearray(PAGE)))
+    assert tier.save(name(0), memoryview(bytearray(PAGE)))
     assert (tier.counters.errors, tier.counters.drops) == (1, 1)
     assert tier.breaker.of("write").state == "open"
     told = [record for record in caplog.records if "put" in record.getMessage()]

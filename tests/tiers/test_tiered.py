@@ -394,8 +394,8 @@ def test_clearing_a_namespace_leaves_others_where_nothing_is_known(bench: Bench)
 def test_what_is_asked_for_in_the_middle_of_a_prompt_is_located_there(bench: Bench) -> None:
     store = bench.store(64, bench.disk(None), bench.disk(at="e"))
     put(store, range(30), wait=20)
-    store.tiers[0].remove([name(number) for number in range(20, 30)])
-    store.tiers[1].remove([name(number) for number in range(20)])
+    store.tiers[0].remove(store.tiers[0].states.delete([name(number) for number in range(20, 30)]))
+    store.tiers[1].remove(store.tiers[1].states.delete([name(number) for number in range(20)]))
     store.memory.remove([name(number) for number in [*range(3, 10), *range(12, 30)]])
     blocks = [name(number) for number in range(32)]
     assert store.locate(blocks) == [0] * 3 + [1] * 7 + [0] * 2 + [1] * 8 + [2] * 10

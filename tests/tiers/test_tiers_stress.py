@@ -329,7 +329,7 @@ def at_rest(store: TieredStore) -> None:
     assert store.memory.backend.leased == 0, "a lease was not given back"
     assert store.memory.leaving_bytes == 0
     assert not store._reader._reads, "a flight is on its way for ever"
-    assert not store._queue._pending, "a mark stays for ever"
+    assert not any(len(tier.states) for tier in store.tiers), "a mark stays for ever"
     for tier in [store.memory, *store.tiers]:
         held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
         assert not held, "a block is held for ever"
@@ -360,4 +360,4 @@ def closed(store: TieredStore) -> None:
     until(lambda: not threads_of("prefetch", *(tier.name for tier in store.tiers)))
     assert store.memory.backend.leased == 0
     assert not store._reader._reads
-    assert not store._queue._pending, "a mark stays for ever"
+    assert not any(len(tier.states) for tier in store.tiers), "a mark stays for ever"

@@ -40,7 +40,7 @@ def test_room_is_not_lost_to_deletions_that_failed(bench: Bench) -> None:
     put(store, range(200, 200 + ROOM), wait=LONG)
     settle(store)
     assert there(tier) == list(range(200, 200 + ROOM)), "all the room is usable again"
-    assert tier._known.undeleted == []
+    assert tier.states.undeleted() == []
     assert store.flush(LONG)
     tier.catalogue.check()
 
@@ -63,7 +63,7 @@ def test_a_record_written_anew_is_not_deleted_instead_of_the_old_one(bench: Benc
     store.remove([name(3)])
     put(store, [3], wait=LONG)
     settle(store)
-    assert tier._known.undeleted == []
+    assert tier.states.undeleted() == []
     put(store, [100], wait=LONG)
     settle(store)
     assert 3 in there(tier)

@@ -178,7 +178,7 @@ class Bench:
 def settle(store: TieredStore) -> None:
     """Wait until nothing is on its way."""
     assert store._reader._prefetching.wait(20)
-    until(lambda: not any(one.deleting for one in list(store._queue._pending.values())), 20)
+    until(lambda: not any(tier.states.deleting for tier in store.tiers), 20)
     for _ in range(3):  # what lands may be written, and what is written may demote
         for tier in store.tiers:
             assert tier.reading.wait(20)
@@ -204,7 +204,7 @@ def checked(store: TieredStore) -> None:
             assert inner.leased == 0
             there = {item.block for item in inner.list()}
             assert there >= {*tier.catalogue.blocks()}
-            assert there <= {*tier.catalogue.blocks(), *tier._known.undeleted}
+            assert there <= {*tier.catalogue.blocks(), *tier.states.undeleted()}
 
 
 def there(tier: Tier) -> list[int]:

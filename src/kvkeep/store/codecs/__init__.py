@@ -3,9 +3,8 @@
 base.py        the contract
 named.py       codecs by name, by number and by kind of record; unchanged bytes
 lossless.py    byte planes and zstd, exact (numcodecs)
-quantised.py   int8 and fp8: one byte a number, one scale a tile (torch)
-int4.py        4 bits a number, a scale and a zero point a group (torch): grids.py, which
-               numbers share them, and codes in bytes
+quantised.py   lossy codecs part by part; int8 and fp8: one byte a number, one scale a tile (torch)
+int4.py        4 bits a number, a scale and a zero point a group (torch)
 encrypted.py   AES-256-GCM around another codec, and key files (cryptography)
 
 `docs/codecs.md` has the formats byte by byte, error bounds and figures.

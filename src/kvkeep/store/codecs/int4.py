@@ -1,52 +1,36 @@
 """int4: codes of 4 bits between a group's least and greatest.
 
 The layout is KIVI's (arXiv 2402.02750): keys share a scale along tokens, values along channels, and
-each group has a zero point. Keys are turned back by their rotary embedding first.
-Codes are written in 4 bits; each part of a record names its number, and 2 to 8 bits are read.
+each group has a zero point. Keys are turned back by their rotary embedding first. A part's head is
+kind · 16 + bits; codes are written in 4 bits, and 2 to 8 are read. An encoded part, little-endian:
 
-Encoded bytes, little-endian:
+    base of the scales, float32
+    kind 2 with 128 tokens or more: centres [rows, width], the upper half of a float32
+    kind 3: base of the rotation, float32
+    exponents of the scales, uint8, then zero points, int8: [rows, runs, width] for kinds 1 and 3,
+    [rows, tokens, groups] for kind 2; zeros up to a multiple of 8
+    planes of the codes of the whole runs [rows, runs, bytes], then of the last run
 
-    heads       one byte per part: kind · 16 + bits; zeros up to a multiple of 8
-    each part   kind 0: its raw bytes
-                kinds 1 to 3: base of the scales, float32
-                kind 2 with 128 tokens or more: centres [rows, width], the upper half of a float32
-                kind 3: base of the rotation, float32
-                exponents of the scales, uint8, then zero points, int8: [rows, runs, width] for
-                kinds 1 and 3, [rows, tokens, width / group] for kind 2; zeros up to a multiple of 8
-                planes (grids.py) of the whole runs [rows, runs, bytes], then of the last run
-                zeros up to a multiple of 8
-
-`docs/codecs.md` says what rows, runs, width and groups are, and bounds the error.
+A *row* is a head, or an equal share of at most 128 channels of a head wider than 256. A *run* is
+128 tokens of a row (64 where rows are wider than 128); the last one has the remainder, too. A
+*group* shares a scale and a zero point: one channel of a run, or some adjacent channels of a token.
+`docs/codecs.md` has planes and numbers in full, and bounds the error.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvkeep.core.errors import InvalidValue
-from kvkeep.core.geometry import DTYPES
-from kvkeep.store.codecs.base import Codec, Damaged
-from kvkeep.store.codecs.grids import (
-    AS_IS,
-    BITS,
-    PER_CHANNEL,
-    PER_TOKEN,
-    ROTATED,
-    Grid,
-    PartRows,
-    pack,
-    padded,
-    range_error,
-    unpack,
-)
-from kvkeep.store.codecs.quantised import ALIGNED, aligned, bytes_of
+from kvkeep.store.codecs.base import Damaged
+from kvkeep.store.codecs.quantised import PIECE, Part, QuantisedCodec, divisor, pieces, regions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -54,223 +38,346 @@ if TYPE_CHECKING:
 
 __all__ = ["Int4Codec", "find_base", "turn", "turns"]
 
-_KINDS = (AS_IS, PER_CHANNEL, PER_TOKEN, ROTATED)
+_PER_CHANNEL, _PER_TOKEN, _ROTATED = 1, 2, 3
 _BITS = 4  # of the codes that are written
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # lowest bits first
+_RUN = 128
+_WIDEST = 256  # channels of a row
+_GROUP = 64  # channels of a token that share a scale
+_CENTRED_TOKENS = 128  # with so many, centres of channels cost an eighth of a bit at most
+_STEPS = 16.0  # scales in an octave
+_LEAST_BASE = 2.0**-100  # of a part's scales; all have finite reciprocals
+_FARTHEST = 126.0  # steps between a group's middle and zero
+_NEAR_MAXIMUM = 0.25  # of the type's maximum: no sum, difference or rotation overflows
 _SAMPLE_ROWS = 2
 _FEW_TOKENS = 64  # fewer do not show a rotation
 _SEARCHES = 2  # blocks in which a part's rotation is searched for
-_NEAR_MAXIMUM = 0.25  # of the type's maximum: no sum, difference or rotation overflows
-BASES = (1e3, 1e8)
-"""The smallest and the largest base that is searched for."""
-
+_BASES = (1e3, 1e8)  # the smallest and the largest that is searched for
 _STEP = 1.03  # between two bases searched: a phase that is wrong by a tenth at the block's end
 _SAMPLE_TOKENS = 128
 _LEAST_SHARE = 0.1  # of the energy that must be in the means, and was not before turning
+_POWERS = torch.exp2(torch.arange(256, dtype=torch.float32) / -_STEPS)
+# Tensors, because torch converts a Python number anew in each operation: 3 µs of its 8.
+_SHIFTS = torch.arange(8, dtype=torch.int32).unbind()
+# Four bytes are shifted and masked at once, as an int32.
+_MASKS = {w: torch.tensor(0x01010101 * ((1 << w) - 1), dtype=torch.int32) for w in (1, 2, 4)}
 
 
-class Int4Codec(Codec):
+class _Sections(NamedTuple):
+    """Views of an encoded part. ``planes`` are those of each region, [rows, runs, bytes]."""
+
+    base: Tensor
+    rotation: Tensor
+    centres: Tensor
+    exponents: Tensor
+    zeros: Tensor
+    padding: Tensor
+    planes: list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Which numbers of a part [rows, tokens, width] share a scale, and where everything is."""
+
+    rows: int
+    tokens: int
+    width: int
+    kind: int
+    bits: int = _BITS
+
+    @cached_property
+    def regions(self) -> list[tuple[int, int, int]]:
+        """See `regions`."""
+        return regions(self.tokens, self.run)
+
+    @property
+    def run(self) -> int:
+        return _RUN if self.width <= _RUN else _RUN // 2
+
+    @cached_property
+    def group(self) -> int:
+        """Channels of one token that share a scale."""
+        return divisor(self.width, _GROUP) if self.kind == _PER_TOKEN else 1
+
+    @cached_property
+    def scales(self) -> tuple[int, int, int]:
+        """The shape of scales and zero points."""
+        along = self.tokens if self.kind == _PER_TOKEN else max(1, self.tokens // self.run)
+        return self.rows, along, self.width // self.group
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of everything in an encoded part, in order."""
+        centred = self.kind == _PER_TOKEN and self.tokens >= _CENTRED_TOKENS
+        scales = math.prod(self.scales)
+        before = [
+            4, 4 * (self.kind == _ROTATED), 2 * self.rows * self.width * centred, scales, scales,
+        ]  # fmt: skip
+        planes = [
+            self.rows * runs * _padded(length * self.width) * bits // 8
+            for _, runs, length in self.regions
+            for bits in _PLANES[self.bits]
+        ]
+        return [*before, -sum(before) % 8, *planes]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of an encoded part, without padding behind it."""
+        return sum(self.sizes)
+
+    def sections(self, part: Tensor) -> _Sections:
+        base, rotation, centres, exponents, zeros, padding, *planes = torch.split(part, self.sizes)
+        shaped = iter(planes)
+        return _Sections(
+            base.view(torch.float32),
+            rotation.view(torch.float32),
+            centres.view(torch.int16).view(-1, 1, 1, self.width // self.group, self.group),
+            exponents.view(self.scales),
+            zeros.view(torch.int8).view(self.scales),
+            padding,
+            [
+                [next(shaped).view(self.rows, runs, -1) for _ in _PLANES[self.bits]]
+                for _, runs, _ in self.regions
+            ],
+        )
+
+    def by_run(self, values: Tensor) -> list[Tensor]:
+        """Return views [rows, runs, run, …] of values [rows, tokens, …], by region."""
+        return [
+            values[:, first * self.run : first * self.run + runs * length].view(
+                len(values), runs, length, *values.shape[2:]
+            )
+            for first, runs, length in self.regions
+        ]
+
+    def cut(self, numbers: Tensor) -> list[Tensor]:
+        """Return views [rows, runs, run, groups, group] of numbers [rows, tokens, width]."""
+        return self.by_run(numbers.view(*numbers.shape[:2], -1, self.group))
+
+    def shares(self, scales: Tensor) -> list[Tensor]:
+        """Return views of one number a group, which broadcast with those of `cut`."""
+        if self.kind == _PER_TOKEN:
+            return self.by_run(scales[..., None])
+        return [scales[:, at : at + runs, None, :, None] for at, runs, _ in self.regions]
+
+
+_grid = lru_cache(maxsize=256)(_Grid)  # what a grid computes of itself is computed once
+
+
+class Int4Codec(QuantisedCodec):
     """Codes of few bits, with scale and zero point by group.
 
     A codec remembers which rotation each part has, so only its first blocks are searched. What it
     remembers changes the size of the error, never how a record is read.
 
-    Memory: the largest part in float32 and some pieces, beside the two buffers. torch
-    computes in the calling thread, in pieces too small for its thread pool.
-
-    Raises:
-        InvalidValue: the bytes are opaque or have one-byte numbers.
+    Memory: the largest part in float32 and some pieces, beside the two buffers.
     """
 
     name = "int4"
     number = 4
-    exact = False
 
     def __init__(self, shape: BlockShape) -> None:
-        if not shape.dtype or not shape.parts:
-            raise InvalidValue(
-                "codec int4 needs the element type, and these bytes are opaque; "
-                "raw and lossless work on any bytes"
-            )
-        if DTYPES[shape.dtype] < 2:
-            raise InvalidValue(
-                f"codec int4 shortens numbers of two bytes or more, and those of {shape.dtype} "
-                "have one; use raw or lossless"
-            )
-        if shape.layout not in ("NHD", "HND"):
-            raise InvalidValue(f"layout is 'NHD' or 'HND', got {shape.layout!r}")
-        self._item = DTYPES[shape.dtype]
-        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        super().__init__(shape)
         self._most = torch.finfo(self._dtype).max * _NEAR_MAXIMUM
-        self._parts = shape.parts
-        self._heads_first = shape.layout == "HND"
-        self._token_bytes = sum(heads * dim for heads, dim in shape.parts) * self._item
         self._bases: dict[int, float] = {}  # of the rotation of each part
         self._searched = [0] * len(shape.parts)
 
-    def bound(self, raw_bytes: int) -> int:
-        """Return the raw size plus heads and padding: parts that do not shrink stay as they are."""
-        return raw_bytes + aligned(len(self._parts)) + ALIGNED * len(self._parts)
+    def _grid(self, part: Part, head: int) -> _Grid:
+        width = part.dim if part.dim <= _WIDEST else divisor(part.dim, _RUN)
+        return _grid(part.heads * part.dim // width, part.tokens, width, head >> 4, head & 15)
 
-    def encode(self, raw: memoryview, out: memoryview, bound_to: bytes) -> int:
-        """Encode part by part. A read-only ``raw`` is copied first: torch needs writable memory."""
-        del bound_to
-        tokens, rest = divmod(len(raw), self._token_bytes)
-        assert tokens, "a block without a token"
-        assert not rest, f"{len(raw)} bytes are not whole tokens of {self._token_bytes}"
-        given, target = bytes_of(raw), bytes_of(out)
-        at = aligned(len(self._parts))
-        target[:at] = 0
-        for part, (start, rows) in enumerate(self._layout(tokens)):
-            size = rows.numbers * self._item
-            numbers = given[start : start + size].view(self._dtype)
-            grid, turned, base = self._choose(part, rows, numbers)
-            target[part] = grid.kind << 4 | grid.bits
-            if grid.kind == AS_IS:
-                out[at : at + size] = raw[start : start + size]
-            else:
-                self._encode_part(target[at : at + grid.bytes], grid, turned, base)
-            del turned  # before the next part's
-            end = at + (grid.bytes or size)
-            at = aligned(end)
-            target[end:at] = 0
-        return at
+    def _encoded_size(self, part: Part, head: int) -> int | None:
+        if head >> 4 not in (_PER_CHANNEL, _PER_TOKEN, _ROTATED) or head & 15 not in _PLANES:
+            return None
+        return self._grid(part, head).size
 
-    def decode(self, encoded: memoryview, out: memoryview, bound_to: bytes) -> None:
-        """Decode part by part into ``out``. A read-only ``encoded`` is copied first."""
-        del bound_to
-        tokens, rest = divmod(len(out), self._token_bytes)
-        if rest or not tokens:
-            raise Damaged(f"{len(out)} bytes are not whole tokens of {self._token_bytes}")
-        heads = bytes(encoded[: len(self._parts)])
-        at = aligned(len(self._parts))
-        if len(encoded) < at or any(
-            one >> 4 not in _KINDS or (one & 15) not in (BITS if one >> 4 else (0,))
-            for one in heads
-        ):
-            raise Damaged(f"{len(encoded)} bytes do not begin with kinds of {len(heads)} parts")
-        layout = list(self._layout(tokens))
-        grids = [
-            Grid(rows, head >> 4, head & 15) for head, (_, rows) in zip(heads, layout, strict=True)
-        ]
-        sizes = [grid.bytes or grid.rows.numbers * self._item for grid in grids]
-        if at + sum(map(aligned, sizes)) != len(encoded):
-            raise Damaged(f"{len(encoded)} bytes; {at + sum(map(aligned, sizes))} are expected")
-        source = bytes_of(encoded)
-        restored = bytes_of(out).view(self._dtype)
-        for (start, rows), grid, size in zip(layout, grids, sizes, strict=True):
-            if grid.kind == AS_IS:
-                out[start : start + size] = encoded[at : at + size]
-            else:
-                first = start // self._item
-                numbers = restored[first : first + rows.numbers]
-                self._decode_part(source[at : at + size], grid, rows.views(numbers))
-            at += aligned(size)
+    def _rows(self, grid: _Grid, part: Part, numbers: Tensor) -> Tensor:
+        """Return a view [heads, shares of a head, tokens, width] of flat ``numbers``."""
+        if self._heads_first:
+            return numbers.view(part.heads, part.tokens, -1, grid.width).transpose(1, 2)
+        return numbers.view(part.tokens, part.heads, -1, grid.width).permute(1, 2, 0, 3)
 
-    def _layout(self, tokens: int) -> Iterator[tuple[int, PartRows]]:
-        """Yield the offset of each part in the raw bytes, and its rows."""
-        start = 0
-        for heads, dim in self._parts:
-            yield start, PartRows(heads, tokens, dim, self._heads_first)
-            start += heads * tokens * dim * self._item
-
-    def _choose(self, part: int, rows: PartRows, numbers: Tensor) -> tuple[Grid, Tensor, float]:
-        """Return how a part is encoded, its numbers [rows, tokens, width] in float32, and a base.
-
-        They are turned back if the grid is of that kind; the base is then the rotation's.
-        """
-        whole = rows.float32(numbers)
+    def _encode_part(self, part: Part, numbers: Tensor, target: Tensor) -> int:
+        grids = [self._grid(part, kind << 4 | _BITS) for kind in (_PER_CHANNEL, _PER_TOKEN)]
+        whole = torch.empty((grids[0].rows, part.tokens, grids[0].width))
+        given = self._rows(grids[0], part, numbers).reshape(whole.shape)
+        step = max(1, PIECE // whole[0].numel())
+        for row in range(0, len(whole), step):
+            whole[row : row + step] = given[row : row + step]
         peak = torch.maximum(whole.amax(), -whole.amin())
-        grids = [Grid(rows, kind, _BITS) for kind in (PER_CHANNEL, PER_TOKEN)]
-        least = min(grid.bytes for grid in grids)
-        most = min(1.1 * least, rows.numbers * self._item - ALIGNED)
+        least = min(grid.size for grid in grids)
+        most = min(1.1 * least, part.size - 8)
         if not bool(peak <= self._most) or least > most:
-            return Grid(rows, AS_IS, 0), whole, 0.0
-        middle = max(0, rows.count // 2 - 1)
-        sample = whole[middle : middle + _SAMPLE_ROWS, : rows.lengths()[-1]]
-        errors = {
-            grid.kind: range_error(sample, grid.kind, grid.group)
-            for grid in grids
-            if grid.bytes <= most
-        }
-        base = self._base_of(part, rows, sample) if PER_CHANNEL in errors else 0.0
+            return 0
+        middle = max(0, len(whole) // 2 - 1)
+        run = grids[0].regions[-1][2]
+        sample = whole[middle : middle + _SAMPLE_ROWS, :run]
+        errors = {grid: _range_error(sample, grid) for grid in grids if grid.size <= most}
+        base = self._base_of(part, grids[0].width, sample) if grids[0] in errors else 0.0
         if base:
-            rotated = Grid(rows, ROTATED, _BITS)
-            cosines, sines = turns(base, sample.shape[1], rows.width)
-            error = range_error(turn(sample, cosines, -sines), ROTATED, 1)
-            if error < min(errors.values()):
-                cosines, sines = turns(base, rows.tokens, rows.width)
-                for head in whole:
-                    head.copy_(turn(head, cosines, -sines))
-                return rotated, whole, base
-        kind = min(errors, key=errors.__getitem__)
-        return next(grid for grid in grids if grid.kind == kind), whole, 0.0
+            rotated = self._grid(part, _ROTATED << 4 | _BITS)
+            cosines, sines = turns(base, part.tokens, rotated.width)
+            turned = turn(sample, cosines[:run], -sines[:run])
+            errors[rotated] = _range_error(turned, rotated)
+        grid = min(errors, key=errors.__getitem__)
+        if grid.kind == _ROTATED:
+            for row in whole:
+                row.copy_(turn(row, cosines, -sines))
+        self._fill(grid.sections(target[: grid.size]), grid, whole, base)
+        return grid.kind << 4 | grid.bits
 
-    def _base_of(self, part: int, rows: PartRows, sample: Tensor) -> float:
-        known = self._bases.get(part)
-        if known is None and rows.rotatable and sample.shape[1] >= _FEW_TOKENS:
-            if self._searched[part] == _SEARCHES:
+    def _base_of(self, part: Part, width: int, sample: Tensor) -> float:
+        """Return the base of a part's rotation, 0 without one; search its first blocks."""
+        number = part.number
+        if number not in self._bases:
+            rotatable = width == part.dim and width % 2 == 0 and sample.shape[1] >= _FEW_TOKENS
+            if not rotatable or self._searched[number] == _SEARCHES:
                 return 0.0
-            self._searched[part] += 1
-            known = find_base(sample)
-            if known:
-                # Parts mostly agree; one base for all keeps the table of turns small.
-                near = [b for b in list(self._bases.values()) if 0.9 < b / known < 1.1]
-                known = self._bases[part] = near[0] if near else known
-        return known or 0.0
+            self._searched[number] += 1
+            base = find_base(sample)
+            if not base:
+                return 0.0
+            # Parts mostly agree; one base for all keeps the table of turns small.
+            near = [each for each in list(self._bases.values()) if 0.9 < each / base < 1.1]
+            self._bases[number] = near[0] if near else base
+        return self._bases[number]
 
-    def _encode_part(self, target: Tensor, grid: Grid, numbers: Tensor, base: float) -> None:
-        """Fill ``target``. Alters ``numbers``."""
-        sections = grid.sections(target)
+    def _fill(self, sections: _Sections, grid: _Grid, numbers: Tensor, base: float) -> None:
+        """Write an encoded part. Alters ``numbers``."""
         sections.padding.zero_()
-        if grid.kind == ROTATED:
-            sections.rotation.copy_(torch.tensor([base], dtype=torch.float32))
-        if grid.centred:
+        if grid.kind == _ROTATED:
+            sections.rotation.fill_(base)
+        if sections.centres.numel():
             middle = (numbers.amax(1) + numbers.amin(1)).mul_(0.5)
             upper = middle.view(torch.int32).bitwise_right_shift_(16)
-            sections.centres.copy_(upper)
+            sections.centres.copy_(upper.view(sections.centres.shape))
             numbers.sub_(upper.bitwise_left_shift_(16).view(torch.float32)[:, None])
-        least, greatest = grid.extremes(numbers)
-        scales, offsets = grid.fit(least, greatest, sections)
-        inverse = scales.reciprocal()
-        last = 2**grid.bits - 1
-        for region, planes in zip(grid.regions, sections.planes, strict=True):
-            stored = padded(region.unit)
-            for rows, runs, tokens in region.pieces():
-                places = region, rows, runs, tokens
-                codes = grid.cut(numbers, region, rows, tokens) - grid.share(offsets, *places)
-                codes.mul_(grid.share(inverse, *places)).round_().clamp_(0, last)
-                units = torch.empty((codes.numel() // region.unit, stored), dtype=torch.uint8)
-                units[:, : region.unit] = codes.view(len(units), -1)
-                units[:, region.unit :] = 0
-                for plane, filled in zip(planes, pack(units, grid.bits), strict=True):
-                    plane[rows, runs] = filled.view(plane[rows, runs].shape)
+        scales, offsets = _fit(grid, numbers, sections)
+        shares = map(grid.shares, (scales.reciprocal(), offsets))
+        for region, inverse, offset, planes in zip(
+            grid.cut(numbers), *shares, sections.planes, strict=True
+        ):
+            unit = region[0, 0].numel()
+            for piece in pieces(region):
+                codes = (region[piece] - offset[piece]).mul_(inverse[piece])
+                codes.round_().clamp_(0, 2**grid.bits - 1)
+                units = torch.empty((codes.numel() // unit, _padded(unit)), dtype=torch.uint8)
+                units[:, :unit] = codes.view(len(units), -1)
+                units[:, unit:] = 0
+                low, high = units.view(torch.int32).view(len(units), 2, -1).unbind(1)
+                target = planes[0][piece[:2]]
+                target.copy_((low | high << _SHIFTS[4]).view(torch.uint8).view(target.shape))
 
-    def _decode_part(self, source: Tensor, grid: Grid, views: list[Tensor]) -> None:
+    def _decode_part(self, part: Part, head: int, source: Tensor, numbers: Tensor) -> None:
+        grid = self._grid(part, head)
         sections = grid.sections(source)
-        scales, offsets = grid.read(sections)
-        centres = None
-        if grid.centred:
-            centres = sections.centres.int().bitwise_left_shift_(16).view(torch.float32)
-            if not bool(centres.isfinite().all()):
-                raise Damaged("a centre is not finite")
-        if grid.kind == ROTATED:
+        scales, offsets = _scales(sections, grid)
+        centres = sections.centres.int().bitwise_left_shift_(16).view(torch.float32)
+        if len(centres) and not bool(centres.isfinite().all()):
+            raise Damaged("a centre is not finite")
+        angles: list[Tensor] = []
+        if grid.kind == _ROTATED:
             base = float(sections.rotation)
-            if not BASES[0] * 0.9 <= base <= BASES[1] * 1.1 or not grid.rows.rotatable:
+            rotatable = grid.width == part.dim and part.dim % 2 == 0
+            if not _BASES[0] * 0.9 <= base <= _BASES[1] * 1.1 or not rotatable:
                 raise Damaged(f"{base} is no base of a rotation")
-            cosines, sines = turns(base, grid.rows.tokens, grid.rows.width)
-        for region, planes in zip(grid.regions, sections.planes, strict=True):
-            for rows, runs, tokens in region.pieces():
-                places = region, rows, runs, tokens
-                packed = [plane[rows, runs].flatten(0, 1) for plane in planes]
-                codes = unpack(packed, grid.bits)[:, : region.unit].float()
-                numbers = codes.view(rows.stop - rows.start, -1, grid.rows.width)
-                parts = grid.cut(numbers, region, slice(None), slice(None))
-                parts.mul_(grid.share(scales, *places)).add_(grid.share(offsets, *places))
-                if centres is not None:
-                    numbers += centres[rows, None]
-                if grid.kind == ROTATED:
-                    numbers = turn(numbers, cosines[tokens], sines[tokens])
-                grid.rows.put(views, rows, tokens, numbers)
+            angles = [each[None] for each in turns(base, part.tokens, part.dim)]
+        by_head = self._rows(grid, part, numbers)
+        rows = by_head.reshape(grid.rows, part.tokens, grid.width)
+        for region, scale, offset, planes, *turning in zip(
+            grid.cut(rows),
+            grid.shares(scales),
+            grid.shares(offsets),
+            sections.planes,
+            *map(grid.by_run, angles),
+            strict=True,
+        ):
+            unit = region[0, 0].numel()
+            for piece in pieces(region):
+                target = region[piece]
+                packed = [plane[piece[:2]].flatten(0, 1) for plane in planes]
+                decoded = _unpack(packed, grid.bits)[:, :unit].float().view(target.shape)
+                decoded.mul_(scale[piece]).add_(offset[piece])
+                if len(centres):
+                    decoded.add_(centres[piece[0]])
+                if turning:
+                    cosines, sines = (each[:, piece[1]] for each in turning)
+                    decoded = turn(decoded.flatten(3), cosines, sines).view(target.shape)
+                target.copy_(decoded)
+        if rows.data_ptr() != by_head.data_ptr():  # wide heads, which are no view of rows
+            by_head.copy_(rows.view(by_head.shape))
+
+
+def _fit(grid: _Grid, numbers: Tensor, sections: _Sections) -> tuple[Tensor, Tensor]:
+    """Write scales and zero points; return both: a number is offset + code · scale.
+
+    Each group's numbers are then at most half a scale away from a code.
+    """
+    least, greatest = torch.empty(grid.scales), torch.empty(grid.scales)
+    axis = 4 if grid.kind == _PER_TOKEN else 2
+    for region, low, high in zip(
+        grid.cut(numbers), grid.shares(least), grid.shares(greatest), strict=True
+    ):
+        for piece in pieces(region):
+            low[piece] = region[piece].amin(axis, keepdim=True)
+            high[piece] = region[piece].amax(axis, keepdim=True)
+    middle = (least + greatest).mul_(0.5)
+    scales = torch.maximum((greatest - least).div_(2**grid.bits - 1), middle.abs() / _FARTHEST)
+    base = scales.amax().clamp_(min=_LEAST_BASE)
+    sections.base.copy_(base[None])
+    steps = (base / scales).log2_().mul_(_STEPS).sub_(1e-3).floor_().clamp_(0, 255)
+    sections.exponents.copy_(steps)
+    scales = base * _POWERS[sections.exponents.int()]
+    sections.zeros.copy_((middle / scales).add_(0.5).round_().clamp_(-127, 127))
+    return _scales(sections, grid)
+
+
+def _scales(sections: _Sections, grid: _Grid) -> tuple[Tensor, Tensor]:
+    """Return scales and offsets of an encoded part. Raises `Damaged`."""
+    base = sections.base
+    if not bool(base.isfinite()) or float(base) < _LEAST_BASE:
+        raise Damaged("the base of the scales is no finite number above zero")
+    scales = base * _POWERS[sections.exponents.int()]
+    return scales, (sections.zeros.float() - 2 ** (grid.bits - 1)).mul_(scales)
+
+
+def _range_error(numbers: Tensor, grid: _Grid) -> float:
+    """Return the mean of the squared ranges, which the squared error of a code is proportional to.
+
+    ``numbers`` [rows, tokens, width] are of one run.
+    """
+    if grid.kind == _PER_TOKEN:
+        numbers = numbers - (numbers.amax(1, keepdim=True) + numbers.amin(1, keepdim=True)) / 2
+        numbers = numbers.view(*numbers.shape[:2], -1, grid.group)
+        ranges = numbers.amax(3) - numbers.amin(3)
+    else:
+        ranges = numbers.amax(1) - numbers.amin(1)
+    return float(ranges.double().square().mean())
+
+
+def _padded(count: int) -> int:
+    """Return ``count`` up to a multiple of 64: a plane of one bit has whole words then."""
+    return -(-count // 64) * 64
+
+
+def _unpack(planes: Sequence[Tensor], bits: int) -> Tensor:
+    """Return the codes [units, padded numbers] of ``planes`` [units, bytes], contiguous, uint8."""
+    codes: Tensor | None = None
+    shift = 0
+    for plane, width in zip(planes, _PLANES[bits], strict=True):
+        if width == 8:
+            return plane
+        words = plane.view(torch.int32)
+        full = torch.empty((len(words), 8 // width, words.shape[1]), dtype=torch.int32)
+        for place in range(8 // width):
+            # The sign that >> repeats is masked like the bits of the neighbours.
+            down = words >> _SHIFTS[place * width] if place else words
+            torch.bitwise_and(down, _MASKS[width], out=full[:, place])
+        full = full.flatten(1)
+        codes = full if codes is None else codes.bitwise_or_(full << _SHIFTS[shift])
+        shift += width
+    assert codes is not None
+    return codes.view(torch.uint8)
 
 
 @lru_cache(maxsize=16)
@@ -312,8 +419,8 @@ def find_base(keys: Tensor) -> float:
     energy = float(pairs.abs().square().mean(1).sum())
     if not energy or not math.isfinite(energy):
         return 0.0
-    count = math.ceil(math.log(BASES[1] / BASES[0]) / math.log(_STEP))
-    bases = BASES[0] * _STEP ** torch.arange(count + 1, dtype=torch.float64)
+    count = math.ceil(math.log(_BASES[1] / _BASES[0]) / math.log(_STEP))
+    bases = _BASES[0] * _STEP ** torch.arange(count + 1, dtype=torch.float64)
     some = range(0, dim // 2, max(1, dim // 32))
     rough = _means(pairs, bases, some)
     best = float(bases[int(rough.argmax())])

@@ -33,9 +33,9 @@ from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.conversations import Chain
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.listing import note_of
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
+from kvkeep.store.tiers.notes import note_of
 from kvkeep.store.tiers.opening import (
     TIER_OPTIONS,
     TIERINGS,

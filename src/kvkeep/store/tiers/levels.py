@@ -143,7 +143,7 @@ class Levels:
         healthy: list[Tier] = []
         failing: list[tuple[Tier, Loss]] = []
         for tier in self.tiers:
-            trouble = tier.health.trouble(since)
+            trouble = tier.trouble(since)
             if trouble is None:
                 healthy.append(tier)
             else:
@@ -157,7 +157,7 @@ class Levels:
             return None
         last = self.losses.of(block)
         for tier, trouble in failing:
-            if trouble.detail == "breaker" and not tier.health.unread(block):
+            if trouble.detail == "breaker" and not tier.unreadable(block):
                 continue  # the breaker of another part of the backend is open
             # A tier that lost the block itself does not have it, whether it answers or not.
             lost_here = last is not None and last.tier == tier.name and not tier.knows(block)

@@ -13,7 +13,7 @@ from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, origin
-from kvkeep.store.tiers.prompt_holds import PromptHolds
+from kvkeep.store.tiers.prompt_writes import PromptWrites
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.shared_read import SharedRead
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.tiers.demoting import Demoter
     from kvkeep.store.tiers.inexact import InexactBlocks
-    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
-    from kvkeep.store.tiers.write_queue import WriteQueue
+    from kvkeep.store.tiers.moves import Moves
 
 __all__ = ["ReadRequest", "Reader", "end_read"]
 
@@ -48,13 +46,10 @@ class Reader:
         copies: learns what copies of blocks out of memory take.
     """
 
-    def __init__(
-        self, levels: Levels, queue: WriteQueue, demoter: Demoter, copies: LearnedTransfer
-    ) -> None:
-        self.levels = levels
+    def __init__(self, moves: Moves, copies: LearnedTransfer) -> None:
+        self.levels = levels = moves.levels
         self.copies = copies
-        self.queue = queue
-        self._demoter = demoter
+        self.moves = moves
         self._memory = levels.memory
         self._buffers = SpareBuffers(_SPARE_BYTES)
         self._lock = threading.Lock()
@@ -92,7 +87,7 @@ class Reader:
         tiers = [
             (number, tier)
             for number, tier in enumerate(self.levels.tiers, start=1)
-            if tier.may_have(block) and not self.queue.is_deleting(tier, block)
+            if tier.may_have(block)
         ]
         tiers.sort(key=lambda item: item[0] != level)  # level 0 matches none: fastest first
         stays = bool(tiers) and self.levels.planner.policy.keeps_reads
@@ -113,8 +108,8 @@ class Reader:
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
                 # to encode it again would add to its error.
                 if self.levels.planner.policy.exclusive and tier.codec.exact:
-                    tier.writing.submit(partial(self.queue.move_out, tier, block))
-                self._demoter.demote_ahead()
+                    tier.writing.submit(partial(self.moves.move_up, tier, block))
+                self.moves.demote_ahead()
 
     def under_way(self, within: bytes) -> list[bytes]:
         """Return the blocks being read whose ids begin with ``within``."""
@@ -236,7 +231,7 @@ class ReadRequest:
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
         self._inexact = inexact
-        self._holds: PromptHolds | None = None
+        self._writes: PromptWrites | None = None
         self._mark = 0  # the reader's `replacements` at the begin
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
@@ -244,7 +239,7 @@ class ReadRequest:
 
         Tiers that admit a block from this request on get a copy.
         """
-        with PromptHolds(self._levels, blocks) as self._holds:
+        with PromptWrites(self._reader.moves, blocks) as self._writes:
             count = self.bring(blocks, levels)
             for block in self.planner.read(blocks[:count]):
                 self.copy(block)
@@ -402,10 +397,10 @@ class ReadRequest:
 
     def copy(self, block: bytes) -> None:
         """Queue the writes of a block to tiers that lack it, if memory has it."""
-        assert self._holds is not None
+        assert self._writes is not None
         for tier in self._levels.tiers:
             if not tier.knows(block) and block in self._levels.memory:
-                self._reader.queue.write(tier, block, 0.0, self._holds.add(tier, block))
+                self._writes.write(tier, block, 0.0)
 
 
 def _never() -> bool:

@@ -150,8 +150,8 @@ class SharedRead:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
             self._since = time.monotonic()
-            if tier.health.unread(self.block):  # calls that hang may block the queue
-                tier.health.note_failure()
+            if tier.unreadable(self.block):  # calls that hang may block the queue
+                tier.note_unread()
             elif tier.reading.submit(
                 partial(self._read, tier, self._attempt),
                 given_up=partial(self._over, tier, self._attempt),
@@ -160,7 +160,7 @@ class SharedRead:
                 tier.reads.queue(self.raw_bytes)
                 return
             else:
-                tier.health.note_failure(late="queue full")
+                tier.note_unread(late="queue full")
             self._tiers.pop(0)
         self._finish()
 
@@ -168,12 +168,12 @@ class SharedRead:
         """Skip the first tier, which took too long, and try the next, under the lock."""
         if self._tiers:
             tier = self._tiers.pop(0)
-            tier.health.note_failure(late="no answer")
+            tier.note_unread(late="no answer")
             if self._began:
                 part = tier.backend.part(self.block)
                 tier.breaker.of("read", part).failed(f"no answer in {tier.timeout:g} s")
             else:  # still waiting for a thread: report the hanging calls that occupy all threads
-                tier.health.unread(self.block)
+                tier.unreadable(self.block)
         self._read_next()
 
     def _read(self, tier: Tier, attempt: int) -> None:

@@ -8,10 +8,11 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
-from kvkeep.core.errors import MissingExtra
+from kvkeep.core.errors import MissingExtra, OutOfRoom
 from kvkeep.core.eviction import LRU, EvictionPolicy
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.budget import WriteBucket
@@ -21,9 +22,8 @@ from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
 from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.known import REFUSED, KnownBlocks
-from kvkeep.store.tiers.listing import Listing, PutFailed, TierSpace
 from kvkeep.store.tiers.loss_log import Loss, LossLog
+from kvkeep.store.tiers.notes import SpaceNotes
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import (
     NotForUs,
@@ -32,15 +32,16 @@ from kvkeep.store.tiers.record_codec import (
     WrongSize,
     another_length,
 )
+from kvkeep.store.tiers.states import BlockStates
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.backends import Backend, WriteBudget
+    from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.prompt_holds import PromptHolds
+    from kvkeep.store.tiers.prompt_writes import TierWrites
+    from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
 __all__ = ["ORDERED", "Tier", "TierOptions", "TierSpec"]
@@ -54,6 +55,12 @@ ORDERED = 1 << 16
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
 _MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
+_TRIES = 20  # attempts to make room for one record, in competition with other processes
+_DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
+_RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
+_PARTS = 64  # of a budget: one is kept free, and evicted at once …
+_RECORDS_AHEAD = 4  # … if it has room for so many records
+_MAYBE = ("write failed", "fault")  # reasons for which the backend may have the record nevertheless
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +109,22 @@ class Tier:
     open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Our bugs do raise.
 
     A backend with a budget is *indexed*: its blocks are listed once and tracked from then on. One
-    without a budget evicts by its own rules, so it is queried each time.
+    without a budget evicts by its own rules, so it is queried each time. Of a large budget a part
+    is kept free, in batches and by a writer thread, so that writes need not wait for room.
 
-    Thread safety: all methods.
+    Thread safety: all methods. No lock is held while the backend is called, but two that only
+    writers and listings of this tier wait for.
 
     Arguments:
         spec: what to open.
         losses: records which blocks it lost, and why.
         notes: descriptions of the store's namespaces, by space.
-        evicting: called with each block that has to make room, before it is deleted.
+        evicting: called with blocks that have to make room, before the backend deletes them.
         shares: weights of tenants; see `Catalogue`.
         cost: learns what its reads and writes take, as ``reads`` and ``writes``.
+
+    Attributes:
+        states: what is done with each block now (`BlockStates`).
     """
 
     def __init__(
@@ -122,7 +134,7 @@ class Tier:
         cost: CostModel | None = None,
         losses: LossLog | None = None,
         notes: Mapping[bytes, bytes] | None = None,
-        evicting: Callable[[bytes], None] = lambda _block: None,
+        evicting: Callable[[Deletion], None] = lambda _victims: None,
         shares: TenantWeights | None = None,
     ) -> None:
         self.name = spec.name
@@ -136,26 +148,27 @@ class Tier:
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
         )  # fmt: skip
+        self.states = BlockStates(self.catalogue)
         self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
         )
-        self._known = KnownBlocks(self.catalogue, indexed=self.indexed)
-        self._calls = BackendCalls(self.name, self.backend, self.breaker, self.counters)
-        self.health = TierHealth(self._calls, self.reading, self.writing)
+        self.records = RecordCodec(spec.codec, spec.codec_of)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
-        self.records = RecordCodec(spec.codec, spec.codec_of)
-        self._reader = RecordReader(self._calls, self._known, self.records, self.losses, self.reads)
-        self._listing = Listing(self._calls, self._known, self.losses, notes)
-        self.order = WriteOrder(self.name, self._known, lambda: self.timeout)
+        self._calls = BackendCalls(self.name, self.backend, self.breaker, self.counters)
+        self._notes = SpaceNotes(self._calls, notes)
+        self._evicting = evicting
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
-        self._space = TierSpace(
-            self._calls, self._known, self.losses, options.writers, evicting=evicting,
-            take_room=self.order.take_room, relist=self.relist, listed_at=lambda: self._listing.at,
-            bucket=self._bucket,
-        )  # fmt: skip
+        self._making_room = threading.Lock()  # whose holder alone takes what is freed
+        self._quota_lock = threading.Lock()
+        self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
+        self._trimming = False
+        self._listing = threading.Lock()
+        self._listed = False  # whether the backend was listed once
+        self._listed_at = 0.0  # monotonic seconds
+        self._listing_s = 0.0
         self._expired_at = float("-inf")
 
     @property
@@ -170,32 +183,14 @@ class Tier:
 
     # --- lookups ---------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """List the backend, for its timeout at most; then writers evict down to the budget."""
-        if self.indexed:
-            self.reading.submit(self._list)
-            self.reading.wait(self.timeout)
-
-    def _list(self) -> None:
-        self.relist()
-        self._listing.trim(self._space, self.writing)
-
-    def relist(self) -> None:
-        """List the backend again: others may have written or deleted there."""
-        self._listing.relist(self._space)
-
-    def expect(self, space: bytes) -> None:
-        """Log once if the backend holds blocks but none of namespace ``space``.
-
-        A reader thread checks this once the backend has been listed or has answered a query.
-        """
-        self._listing.expect(space)
-        if self._listing.complete:
-            self.reading.submit(self._listing.compare)
-
     def knows(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here; no I/O."""
-        return block in self._known
+        states = self.states
+        return (
+            self.indexed
+            and block in self.catalogue
+            and (states.hides_none or not states.hides(block))
+        )
 
     def fits(self, block: bytes, raw_bytes: int) -> bool:
         """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
@@ -206,60 +201,65 @@ class Tier:
     def serves_all(self) -> bool:
         """Whether `serves` is true of all blocks in the catalogue."""
         failing = self.breaker.any_blocks("read", "lookup")
-        return self.indexed and not self._known.any_hidden and not failing
+        return self.indexed and self.states.hides_none and not failing
 
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
-            return not self.is_hidden(block) and not self.catalogue.has_expired(block)
+            return not self.states.hides(block) and not self.catalogue.has_expired(block)
         return self.knows(block)
 
     def serves(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here and can be read now; no I/O."""
-        return self.knows(block) and not self.health.unread(block)
+        return self.knows(block) and not self.unreadable(block)
 
     def may_hold(self, block: bytes) -> bool:
         """Whether this tier may hold ``block`` although it cannot be queried now."""
-        return self.queried or not self._listing.complete or self.knows(block)
-
-    def is_hidden(self, block: bytes) -> bool:
-        """Whether ``block`` counts as missing, whatever the backend holds."""
-        return self._known.is_hidden(block)
-
-    def hide(self, blocks: Sequence[bytes]) -> None:
-        """Treat ``blocks`` as missing until they are written anew."""
-        self._known.hide(blocks)
+        return self.queried or not self._listed or self.knows(block)
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.
 
-        Waits for the timeout at most, and until ``until`` (monotonic seconds) at most; blocks
-        without an answer count as missing.
+        Parts of the backend are queried in parallel. Waits for the timeout at most, and until
+        ``until`` (monotonic seconds) at most; blocks without an answer count as missing.
         """
         if not self.queried:
             return {block for block in blocks if self.knows(block)}
-        mark = self._known.before_query()
-        sizes = query_sizes(
-            self._calls, self.reading, blocks,
-            until=until, unread=self.health.unread, answered=self._answered,
-        )  # fmt: skip
-        found: set[bytes] = set()
-        for block, size in sizes.items():
-            if size is None or self.is_hidden(block) or self.catalogue.has_expired(block):
-                continue
-            found.add(block)
-            self._known.learn(block, size, mark)
-        return found
-
-    def _answered(self) -> None:
-        if not self.indexed:
-            self._listing.compare()
+        mark = self.states.before_query()
+        timeout = self.timeout
+        patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
+        end = time.monotonic() + patience
+        queries = [_Query(self, *part) for part in self._calls.by_part(blocks).items()]
+        for query in queries:
+            query.submit()
+        there: set[bytes] = set()
+        for query in queries:
+            for block, size in query.result(end, whole=patience == timeout):
+                if not self.states.hides(block) and not self.catalogue.has_expired(block):
+                    there.add(block)
+                    if self.indexed:
+                        self.states.learn(block, size, mark)
+        return there
 
     def recheck(self, blocks: Sequence[bytes]) -> None:
-        """Queue a check for ``blocks`` that other processes deleted, to forget them."""
+        """Queue a check for ``blocks`` that other processes deleted, to forget them.
+
+        Otherwise they would never be written again.
+        """
         known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
         if known:
-            self.reading.submit(lambda: self._listing.recheck(known))
+            self.reading.submit(lambda: self._recheck(known))
+
+    def _recheck(self, blocks: Sequence[bytes]) -> None:
+        for part, here in self._calls.by_part(blocks).items():
+            if not self._calls.breaker("lookup", part).allows():
+                continue
+            sizes: list[int | None] = []
+            with self._calls.to("sizes", "lookup", part):
+                sizes = self.backend.sizes(here)
+            for block, size in zip(here, sizes, strict=False):  # empty if the call failed
+                if size is None and self.catalogue.forget(block):
+                    self.losses.note([block], self.name, "removed", "gone")
 
     # --- reading: in a thread of `reading` -------------------------------------------------------
 
@@ -268,54 +268,182 @@ class Tier:
     ) -> memoryview | None:
         """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
 
-        See `RecordReader.load`.
+        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
+        found. The header in the result may be invalid. Damaged records are quarantined.
         """
-        return self._reader.load(block, raw_bytes, place)
+        part = self.backend.part(block)
+        if not self._calls.allowed("read", part):
+            self._calls.note_failure("unavailable", "breaker")
+            return None
+        moved: int | None = None
+        self.reads.begin()
+        try:
+            record, failed = self._load(block, raw_bytes, place, part)
+            moved = raw_bytes if record is not None else None if failed else 0
+        finally:
+            self.reads.end(moved)
+        return record
+
+    def _load(
+        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
+    ) -> tuple[memoryview | None, bool]:
+        """Return the record, and whether the backend failed."""
+        known, mark = self.knows(block), self.states.before_query()
+        started = time.monotonic()
+        room = RecordRoom(self.records, raw_bytes, place)
+        record: memoryview | None = None
+        try:
+            with self._calls.to("get", "read", part) as call:
+                record = self.backend.get(block, call.callback(room))
+                call.decisive = record is not None
+        except WrongSize as wrong:
+            self.counters.count(read_seconds=time.monotonic() - started)
+            self._refuse(block, f"another length, or damaged: {wrong}")
+            return None, False
+        if call.failed:
+            return None, True
+        self.counters.count(read_seconds=time.monotonic() - started)
+        if record is None:
+            if known:
+                self.catalogue.forget(block)
+                self.losses.note([block], self.name, "removed", "gone")
+            self.counters.count(misses=1)
+            return None, False
+        size = len(record)
+        with self._verifying(block):
+            header, codec = self.records.verify(block, record)
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
+            record = self.records.decode(codec, header, record, room)
+            if self.indexed:
+                self.states.learn(block, size, mark)
+            self.counters.count(hits=1, read_bytes=size)
+            return record, False
+        return None, False
 
     def fetch(self, block: bytes) -> memoryview | None:
-        """Return the decoded record of ``block`` in new memory; see `RecordReader.fetch`."""
-        return self._reader.fetch(block)
+        """Return the decoded record of ``block`` in new memory, to write it to another tier.
+
+        The header in the result may be invalid. Counts neither a hit nor a miss.
+        """
+        part = self.backend.part(block)
+        if not self._calls.allowed("read", part):
+            return None
+        record: memoryview | None = None
+        moved: int | None = None
+        self.reads.begin()
+        try:
+            with self._calls.to("get", "read", part) as call:
+                record = self.backend.get(block, call.callback(aligned))
+                call.decisive = record is not None
+            moved = 0
+            if record is not None:
+                with self._verifying(block, quiet=True):
+                    header, codec = self.records.verify(block, record)
+                    record = self.records.decode_alone(codec, header, record)
+                    moved = len(record) - HEADER_BYTES
+                    return record
+        finally:
+            self.reads.end(moved)
+        return None
+
+    @contextmanager
+    def _verifying(self, block: bytes, *, quiet: bool = False) -> Iterator[None]:
+        """Turn what is wrong with a record into a miss; ``quiet``: not one that is not for us."""
+        try:
+            yield
+        except NotForUs as other:
+            if not quiet:
+                self._refuse(block, str(other))
+        except (OtherVersion, OtherKey, MissingExtra) as other:
+            self._refuse(block, str(other))
+        except (BadRecord, Damaged) as damage:
+            self.quarantine(block, str(damage))
+
+    def _refuse(self, block: bytes, reason: str) -> None:
+        """Serve an intact record that is not for this tier no more, until it is written anew."""
+        _LOG.info("tier %s: %s", self.name, reason)
+        self.counters.count(refused=1)
+        self.states.refuse(block)
+        self.losses.note([block], self.name, "refused", reason)
+
+    def quarantine(self, block: bytes, reason: str) -> None:
+        """Forget a damaged record and move it out of the way in the backend."""
+        key = block[SPACE_BYTES:][:8].hex()
+        _LOG.warning("tier %s: block %s… is bad: %s", self.name, key, reason)
+        self.counters.count(damaged=1)
+        self.losses.note([block], self.name, "damaged", reason)
+        with self.states.delete([block], idle=True) as deletion:
+            if not deletion:
+                return
+            deletion.failed[block] = None
+            with self._calls.to("quarantine", "delete", self.backend.part(block)) as call:
+                self.backend.quarantine(block, reason)
+            if not call.failed:
+                deletion.failed.clear()
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
-    def save(self, block: bytes, record: memoryview) -> bool:
-        """Write ``record``, raw KV behind room for a header; return whether the tier has the block.
+    def write(
+        self,
+        operation: Operation,
+        record: memoryview,
+        prompt: TierWrites | None = None,
+    ) -> bool:
+        """Run a write that was queued in `states`, and end it; see `save`."""
+        why = ""
+        saved = False
+        try:
+            if self.states.start(operation):
+                why = "fault"
+                why = self.save(operation.block, record, prompt)
+                saved = not why
+        finally:
+            self.states.end(operation, saved=saved, maybe=why in _MAYBE)
+        return saved
+
+    def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
+        """Write ``record``, raw KV behind room for a header; return the reason of a failure, or "".
 
         Only the header of ``record`` is changed. A shared backend is queried first: an existing
-        record is not sent again.
+        record is not sent again. ``prompt`` are the writes that it belongs to.
         """
         if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
             self.counters.count(already=1)
-            return True
-        if not self._known.wait_deleted(block, self.timeout):
-            self._dropped(block, "no time")
-            return False
+            return ""
         part = self.backend.part(block)
         if not self._calls.allowed("write", part):
-            self._known.not_written(block, maybe=False)
-            self._dropped(block, "breaker")
-            return False
+            return self.dropped(block, "breaker")
         why = "fault"  # kept if `_store` raises
         try:
-            with self.order.writing(block) as allowed:
-                why = self._store(block, record, part) if allowed else "no room"
+            if prompt is None:
+                why = self._store(block, record, part, _no_room)
+            else:
+                room = partial(prompt.make_room, block)
+                with prompt.writing(block) as allowed:
+                    why = self._store(block, record, part, room) if allowed else "no room"
         finally:
             # `_store` may have made no call; then another trial call must be allowed.
             self._calls.breaker("write", part).undecided()
             if why:
-                self._known.not_written(block, maybe=why == "fault")
-                self._dropped(block, why)
-        if why:
-            return False
-        self._known.written(block)
-        self._listing.note(block[:SPACE_BYTES])
-        return True
+                self.dropped(block, why)
+        if not why:
+            self._notes.written(block[:SPACE_BYTES])
+        return why
 
-    def _store(self, block: bytes, record: memoryview, part: str) -> str:
+    def dropped(self, block: bytes, why: str) -> str:
+        """Count and record that ``block`` was not written; return ``why``."""
+        self.counters.count(drops=1, over_budget=int(why == "write budget"))
+        self.losses.note([block], self.name, "dropped", why)
+        return why
+
+    def _store(
+        self, block: bytes, record: memoryview, part: str, make_room: Callable[[int], bool]
+    ) -> str:
         """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
         if self.records.refuses(record):  # callers ask before; nothing gets past this
             return "lossy"
-        if self.backend.shared and not self.is_hidden(block):
+        if self.backend.shared and not self.states.hides(block):
             there: list[int | None] = [None]
             with self._calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
@@ -331,63 +459,332 @@ class Tier:
         moved: int | None = None
         self.writes.begin()
         try:
-            why = self._put(block, record)
+            why = self._encode(block, record, make_room)
             moved = 0 if why else len(record) - HEADER_BYTES
         finally:
             self.writes.end(moved)
         return why
 
-    def _put(self, block: bytes, record: memoryview) -> str:
-        """Encode and write ``record``; return the reason of a failure, else ""."""
+    def _encode(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
         encoded = self.records.encode(block, record)
-        if len(encoded) > (self.backend.capacity or len(encoded)):
+        size = len(encoded)
+        if size > (self.backend.capacity or size):
             return "no room"  # evicting everything would not make room for it
+        if self._bucket is not None and self._bucket.left() < size:  # before others go for it
+            return "write budget"
+        if not self._reserve_quota(block, size, make_room):
+            return "no room"
         try:
-            with self._space.within_quota(block, len(encoded)) as fits:
-                if not (fits and self._space.put(block, encoded)):
-                    return "no room"
-                if self.indexed:
-                    self.catalogue.add(block, len(encoded))
-        except PutFailed as failed:
-            self._known.not_written(block, maybe=failed.why == "write failed")
-            return failed.why
-        return ""
+            if self._bucket is not None and not self._bucket.spend(size):
+                return "write budget"
+            why = self._put(block, encoded, make_room)
+            if not why and self.indexed:
+                self.catalogue.add(block, size)
+        finally:
+            self._free_quota(block, size)
+        if not why:
+            self._trim_ahead(size)
+        return why
 
-    def _dropped(self, block: bytes, why: str) -> None:
-        self.counters.count(drops=1, over_budget=int(why == "write budget"))
-        self.losses.note([block], self.name, "dropped", why)
+    def _put(self, block: bytes, encoded: memoryview, make_room: Callable[[int], bool]) -> str:
+        """Write ``encoded``, evicting others for it; return the reason of a failure, else ""."""
+        if self._making_room.locked():  # another writer evicts: what it frees is not for us
+            with self._making_room:
+                pass
+        why, needed = self._attempt(block, encoded)
+        while needed:
+            if self.backend.capacity and needed > self.backend.capacity:
+                return "no room"
+            with self._making_room:
+                for _ in range(_TRIES):
+                    if not self.make_room(needed):
+                        break
+                    why, needed = self._attempt(block, encoded)
+                    if not needed:
+                        return why
+            if not make_room(needed):  # without the lock: it waits for other writers
+                return "no room"
+            why, needed = self._attempt(block, encoded)
+        return why
 
-    def remove(
-        self, blocks: Sequence[bytes], proceed: Callable[[], bool] = lambda: True
-    ) -> tuple[int, list[bytes]]:
-        """Delete ``blocks``; return the bytes freed, and blocks that may be left: hidden now.
+    def _attempt(self, block: bytes, encoded: memoryview) -> tuple[str, int]:
+        """Write ``encoded``; return the reason of a failure, else "", and bytes that lack room."""
+        started = time.monotonic()
+        try:
+            with self._calls.to("put", "write", self.backend.part(block)) as call:
+                self.backend.put(block, encoded)
+        except OutOfRoom as short:
+            return "no room", max(1, short.needed)
+        if call.failed:
+            return "write failed", 0
+        took = time.monotonic() - started
+        self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
+        return "", 0
+
+    # --- room ------------------------------------------------------------------------------------
+
+    def _reserve_quota(self, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
+        """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
+
+        Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
+        whether they fit.
+        """
+        space, catalogue = block[:SPACE_BYTES], self.catalogue
+        if catalogue.over_quota(space, size) < 0:
+            return False
+        while True:
+            over = size
+            for _ in range(_TRIES):
+                with self._quota_lock:
+                    coming = self._coming.get(space, 0) + size
+                    over = catalogue.over_quota(space, coming)
+                    if not over:
+                        self._coming[space] = coming
+                        return True
+                victims = None if over < 0 else self.states.victims(over, space)
+                if not victims:  # also if all that is being written together exceeds the quota
+                    break
+                self._evict(victims)
+            if not make_room(over if over > 0 else size):
+                return False
+
+    def _free_quota(self, block: bytes, size: int) -> None:
+        space = block[:SPACE_BYTES]
+        with self._quota_lock:
+            rest = self._coming.pop(space) - size
+            if rest:
+                self._coming[space] = rest
+
+    def make_room(self, needed: int) -> bool:
+        """Evict until ``needed`` bytes are free; return whether any were freed.
+
+        Repeats deletions that failed before, then evicts. Evicts nothing if all evictable blocks
+        together do not suffice. Stops once a deletion fails: further records would be forgotten and
+        still occupy the backend.
+        """
+        if not self.indexed:
+            return False
+        catalogue, states, unit = self.catalogue, self.states, self.backend.unit
+        freed = self._delete_left(needed)
+        if not catalogue.may_free(needed - freed):
+            if not self._relist_if_old() or not catalogue.may_free(needed - freed):
+                return freed > 0
+        while freed < needed and not self.breaker.any_blocks("delete"):
+            victims = states.victims(needed - freed)
+            if not victims and self._relist_if_old():  # others' blocks may be evicted, too
+                victims = states.victims(needed - freed)
+            if not victims:
+                break
+            bytes_freed, complete = self._evict(victims)
+            # Records take whole units; the backend counts freed bytes without the padding.
+            freed += bytes_freed + (unit - 1) * len(victims) if bytes_freed else 0
+            if not complete:
+                break
+        return freed > 0
+
+    def _relist_if_old(self) -> bool:
+        """List a shared backend anew, if that was not done lately; return whether it was done."""
+        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
+        if old:
+            self.relist()
+        return old
+
+    def _delete_left(self, needed: int) -> int:
+        """Delete blocks whose deletion failed before, until ``needed`` bytes are free."""
+        freed = 0
+        while freed < needed and not self.breaker.any_blocks("delete"):
+            left = self.states.left(_DELETED_AT_ONCE)
+            if not left:
+                break
+            got, complete = self._delete(left)
+            freed += got
+            if not complete:
+                break
+        return freed
+
+    def _evict(self, victims: Deletion) -> tuple[int, bool]:
+        """Delete ``victims`` and record why; see `_delete`."""
+        blocks = victims.blocks
+        self.losses.note(blocks, self.name, "evicted", self.catalogue.policy)
+        self.counters.count(evictions=len(blocks))
+        try:
+            self._evicting(victims)
+        finally:
+            freed, complete = self._delete(victims)
+        return freed, complete
+
+    def give_up(self, blocks: Sequence[bytes], needed: int) -> list[bytes]:
+        """Evict the first of ``blocks`` that together free ``needed`` bytes; return them.
+
+        The caller has held each once. Blocks that others hold, or that are pinned, are skipped.
+        """
+        if self.breaker.any_blocks("delete"):
+            return []
+        victims = self.states.victims(needed, of=blocks)
+        gone = victims.blocks
+        if gone:
+            self._evict(victims)
+        return gone
+
+    def _delete(
+        self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, bool]:
+        """Delete the blocks of ``deletion`` and end it; return the bytes freed, whether all went.
 
         ``proceed`` is called before each 1,000 blocks; False ends the deletion.
         """
-        return self._space.remove(blocks, proceed)
+        freed = 0
+        with deletion:
+            deletion.failed = dict.fromkeys(deletion.blocks)
+            for part, here in self._calls.by_part(deletion.blocks).items():
+                for at in range(0, len(here), _DELETED_AT_ONCE):
+                    piece = here[at : at + _DELETED_AT_ONCE]
+                    if not (proceed() and self._calls.allowed("delete", part)):
+                        continue
+                    with self._calls.to("delete", "delete", part) as call:
+                        freed += self.backend.delete(piece)
+                    if not call.failed:
+                        for block in piece:
+                            del deletion.failed[block]
+        return freed, not deletion.failed
 
-    def hide_space(self, space: bytes) -> int:
-        """Treat a namespace's blocks as missing, but those whose writes begin from now on.
+    def _trim_ahead(self, size: int) -> None:
+        """Queue a `_trim` if less than half of the part that is kept free is free."""
+        capacity = self.backend.capacity
+        if capacity is None or self._trimming:
+            return
+        ahead = capacity // _PARTS
+        if ahead >= _RECORDS_AHEAD * size and self.catalogue.total_bytes > capacity - ahead // 2:
+            self._trimming = True
+            if not self.writing.submit(lambda: self._trim(ahead), 0):
+                self._trimming = False
 
-        Returns the number of this clearance, for `clear`.
+    def _trim(self, ahead: int) -> None:
+        """Evict down to the budget less ``ahead``, in parts, each behind the writes that wait then.
+
+        The bytes are counted anew for each part, so that processes that have a place together evict
+        together what one of them would.
         """
-        return self._known.hide_space(space)
+        capacity = self.backend.capacity or 0
+        again = False
+        try:
+            used: int | None = None
+            with self._calls.to("used"):
+                used = self.backend.used()
+            over = (self.catalogue.total_bytes if used is None else used) + ahead - capacity
+            again = over > 0 and self.make_room(min(over, max(1, capacity // _PARTS)))
+        finally:
+            self._trimming = again and self.writing.submit(lambda: self._trim(ahead), 0)
+
+    # --- removal ---------------------------------------------------------------------------------
+
+    def remove(
+        self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
+    ) -> tuple[int, bool]:
+        """Delete blocks by request, behind the writes that run; see `_delete`.
+
+        Those that may be left are not found until they are written anew.
+        """
+        deletion.wait(None)
+        self._calls.report_hung("delete")
+        return self._delete(deletion, proceed)
 
     def clear(
         self, space: bytes, number: int, proceed: Callable[[], bool] = lambda: True
     ) -> tuple[int, bool]:
-        """Delete what `hide_space` hid; return the bytes freed, and whether none is left.
+        """Delete the blocks of a clearance (`BlockStates.clear`); see `_delete`.
 
-        ``proceed`` is called for each record that is listed, and before each 1,000 deletions; False
-        ends the clearance. If any may be left, the namespace stays hidden.
+        ``proceed`` is called for each record that is listed, too. If any may be left, the namespace
+        stays cleared.
         """
-        found, complete = self._listing.blocks(space, proceed)
-        found.update(self.catalogue.blocks(space))
-        self.losses.note(found, self.name, "removed", "cleared")
-        freed, left = self._space.remove(list(found), proceed, cleared=number)
-        if complete:  # those that are left are hidden by themselves
-            complete = self._known.reveal(space, number)
-        return freed, complete and not left
+        here = dict.fromkeys(self.catalogue.blocks(space))
+        complete = False
+        self._calls.report_hung("list")
+        if self._calls.allowed("list"):
+            complete = True
+            try:
+                for item in self._records():
+                    if item.block.startswith(space):
+                        here[item.block] = None
+                    if not proceed():
+                        complete = False
+                        break
+            except _ListFailed:
+                complete = False
+        self.losses.note(here, self.name, "removed", "cleared")
+        deletion = self.states.delete_cleared(here, space, number)
+        complete &= deletion.wait(self.timeout)
+        freed, gone = self._delete(deletion, proceed)
+        if complete:  # those that are left are not found by themselves
+            complete = self.states.reveal(space, number)
+        return freed, complete and gone
+
+    # --- listing ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """List the backend, for its timeout at most; then writers evict down to the budget."""
+        if self.indexed:
+            self.reading.submit(self._list_first)
+            self.reading.wait(self.timeout)
+
+    def _list_first(self) -> None:
+        self.relist()
+        if self._listed:
+            self._trimming = True
+            self.writing.submit(lambda: self._trim(0), 0)
+
+    def relist(self) -> None:
+        """List the backend into the catalogue; others may have written or deleted there.
+
+        Records larger than the budget are deleted: they were written under a larger budget.
+        """
+        if not self._listing.acquire(timeout=self.timeout):
+            return  # a listing hangs; do not block the caller any longer
+        try:
+            if self._calls.breaker("list").allows():
+                started = time.monotonic()
+                try:
+                    gone = self.catalogue.fill(self._fitting())
+                except _ListFailed:
+                    pass  # `fill` took over the blocks listed before the failure, and forgot none
+                else:
+                    self.losses.note(gone, self.name, "removed", "gone")
+                    self._listed = True
+                self._listing_s = time.monotonic() - started
+            self._listed_at = time.monotonic()
+        finally:
+            self._listing.release()
+        if self._listed:
+            self._compare()
+
+    def _records(self) -> Iterator[Listed]:
+        # An exception of this generator's consumer never reaches the `with` statement.
+        with self._calls.to("list", "list") as call:
+            for item in self.backend.list():
+                call.due = time.monotonic() + self.timeout  # it makes progress
+                yield item
+        if call.failed:
+            raise _ListFailed
+
+    def _fitting(self) -> Iterator[Listed]:
+        budget = self.backend.capacity or 0
+        for item in self._records():
+            if item.size > budget:
+                self._evict(self.states.delete([item.block], idle=True))
+            else:
+                yield item
+
+    def expect(self, space: bytes) -> None:
+        """Log once if the backend holds blocks but none of namespace ``space``.
+
+        A reader thread checks this once the backend has been listed or has answered a query.
+        """
+        self._notes.expect(space)
+        if self._listed:
+            self.reading.submit(self._compare)
+
+    def _compare(self) -> None:
+        self._notes.compare(self.catalogue.spaces() if self.indexed else None)
 
     # --- upkeep ----------------------------------------------------------------------------------
 
@@ -399,14 +796,15 @@ class Tier:
         late = (
             self.catalogue.used(blocks, stored=stored) if self.indexed else list(reversed(blocks))
         )
-        if late and not self.health.writers_hang():
+        if late and not self.writers_hang():
             now = self.catalogue.now()
             uses = [(block, now) for block in late]
             self.writing.submit(lambda: self._touch(uses), _TOUCH_COST * len(late))
-        pause = _EXPIRE_EVERY + _LISTING_SHARE * self._listing.seconds
-        if self.options.ttl is not None and time.monotonic() - self._expired_at > pause:
-            self._expired_at = time.monotonic()
-            self.reading.submit(self.expire)  # not in a writer: its listing would delay a flush
+        if self.options.ttl is not None:
+            pause = _EXPIRE_EVERY + _LISTING_SHARE * self._listing_s
+            if time.monotonic() - self._expired_at > pause:
+                self._expired_at = time.monotonic()
+                self.reading.submit(self.expire)  # in a writer, its listing would delay a flush
 
     def reorder(self, blocks: Sequence[bytes]) -> None:
         """Record the order of a prompt's ``blocks``, which were written in another order.
@@ -419,10 +817,10 @@ class Tier:
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
         """Record uses, oldest first, in the backend."""
         when = dict(uses)
-        for part, found in self._calls.by_part(list(when)).items():
+        for part, here in self._calls.by_part(list(when)).items():
             if self.breaker.of("touch", part).allows():
                 with self._calls.to("touch", "touch", part):
-                    self.backend.touch(found, [when[block] for block in found])
+                    self.backend.touch(here, [when[block] for block in here])
 
     def expire(self) -> None:
         """Remove blocks whose time to live is over, unless others used them."""
@@ -430,7 +828,7 @@ class Tier:
             self.relist()
         while old := self.catalogue.expired():
             self.losses.note(old, self.name, "removed", "ttl")
-            self.remove(old)
+            self._delete(self.states.delete(old, idle=True))
 
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
@@ -445,6 +843,69 @@ class Tier:
         """Close the backend; the owner closes the worker threads."""
         with self._calls.to("close"):
             self.backend.close()
+
+    # --- health: no I/O --------------------------------------------------------------------------
+
+    def unreadable(self, block: bytes) -> bool:
+        """Whether reading ``block`` is pointless now, because such calls fail or hang."""
+        if self._calls.quiet:
+            return False
+        self._calls.report_hung("lookup", "read")
+        part = self.backend.part(block)
+        return self.breaker.blocks("read", part) or self.breaker.blocks("lookup", part)
+
+    def note_unread(self, late: str | None = None) -> None:
+        """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
+        if late is None:
+            self.counters.count(skipped_calls=1)
+            self._calls.note_failure("unavailable", "breaker")
+        else:
+            self.counters.count(late=1)
+            self._calls.note_failure("late", late)
+
+    def trouble(self, since: float | None = None) -> Loss | None:
+        """Return why reads fail now, or failed at some time ``since`` (Unix seconds); else None."""
+        if self.breaker.any_blocks("read", "lookup"):
+            return Loss(self.name, "unavailable", time.time(), "breaker")
+        if since is None:
+            return None
+        last, now = self._calls.last_failure, time.time()
+        if last is not None and last.at is not None and last.at >= since:
+            return last
+        if self.reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
+            return Loss(self.name, "late", now, "no answer")
+        return None
+
+    def unwritable(self, block: bytes) -> bool:
+        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
+        if self._calls.quiet:
+            return False
+        return self.writers_hang() or self.breaker.blocks("write", self.backend.part(block))
+
+    def writers_hang(self) -> bool:
+        """Whether all writer threads hang in calls of the backend."""
+        self._calls.report_hung("write", "touch", "delete", "flush")
+        return self.writing.stuck(self.timeout) and self.stuck_for() > self.timeout
+
+    def stuck_for(self) -> float:
+        """Return the seconds for which the longest write has made no progress."""
+        return min(self.writing.longest, time.monotonic() - self.backend.last_progress)
+
+    def settled(self, timeout: float | None) -> bool:
+        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
+
+        Returns early if a write makes no progress for longer than the backend's timeout.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            hangs = self.timeout - self.stuck_for()
+            rest = min(hangs, until - time.monotonic())
+            if self.writing.wait(max(0.0, rest)):
+                return True
+            if hangs <= 0 or time.monotonic() >= until:
+                return False
+
+    # --- figures ---------------------------------------------------------------------------------
 
     def stats(self) -> TierStats:
         """Return the tier's figures at this moment; does no I/O."""
@@ -469,201 +930,35 @@ class Tier:
         return f"<Tier {self.name} {self.backend.describe()} {self.codec.name}>"
 
 
-class WriteOrder:
-    """The writes that run in one tier, and the prompts that they belong to.
-
-    Writers work in parallel, so a later block of a prompt may take the room that an earlier one
-    needs, and without the earlier one the later is never found. A block without room therefore
-    waits for the running writes of later blocks and takes their room (`take_room`). ``timeout``
-    returns the tier's timeout in seconds.
-
-    Thread safety: all methods.
-
-    Attributes:
-        prompts: prompts of which blocks are being written to the tier, or wait for it.
-    """
-
-    def __init__(self, tier: str, known: KnownBlocks, timeout: Callable[[], float]) -> None:
-        self._tier = tier
-        self._known = known
-        self._timeout = timeout
-        self.prompts: dict[PromptHolds, None] = {}
-        self._changed = threading.Condition()
-        self._running: dict[bytes, None] = {}
-
-    @contextmanager
-    def writing(self, block: bytes) -> Iterator[bool]:
-        """Run the write of ``block`` in the ``with`` block, unless the yielded value is False.
-
-        It is False if an earlier block of its prompt found no room.
-        """
-        with self._changed:
-            allowed = not any(prompt.excludes(self._tier, block) for prompt in list(self.prompts))
-            if allowed:
-                self._running[block] = None
-        try:
-            yield allowed
-        finally:
-            with self._changed:
-                self._running.pop(block, None)
-                self._changed.notify_all()
-
-    def take_room(self, block: bytes, needed: int) -> list[bytes]:
-        """Forget blocks of ``needed`` bytes behind ``block`` in its prompt, and return them.
-
-        The caller deletes them. Waits for running writes of later blocks, for the tier's timeout at
-        most. If the later blocks together are smaller, none is forgotten, and those
-        not written yet are not written.
-        """
-        until = time.monotonic() + self._timeout()
-        with self._changed:
-            prompts = list(self.prompts)
-            while any(prompt.precedes_any(block, self._running) for prompt in prompts):
-                left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    break
-            for prompt in prompts:
-                gone = prompt.give_up(self._tier, self._known, block, needed)
-                if gone:
-                    return gone
-            return []
+class _ListFailed(Exception):
+    """The backend failed to list its records; counted and logged already."""
 
 
-class TierHealth:
-    """Judges a tier by its circuit breakers, its running calls, and its threads.
-
-    Thread safety: all methods. No I/O: the backend is not called.
-    """
-
-    def __init__(self, calls: BackendCalls, reading: Workers, writing: Workers) -> None:
-        self._calls = calls
-        self._backend = calls.backend
-        self._breakers = calls.breakers
-        self._counters = calls.counters
-        self._reading = reading
-        self._writing = writing
-
-    def unread(self, block: bytes) -> bool:
-        """Whether reading ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.quiet:
-            return False
-        self._calls.report_hung("lookup", "read")
-        part = self._backend.part(block)
-        return self._breakers.blocks("read", part) or self._breakers.blocks("lookup", part)
-
-    def note_failure(self, late: str | None = None) -> None:
-        """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
-        if late is None:
-            self._counters.count(skipped_calls=1)
-            self._calls.note_failure("unavailable", "breaker")
-        else:
-            self._counters.count(late=1)
-            self._calls.note_failure("late", late)
-
-    def trouble(self, since: float | None = None) -> Loss | None:
-        """Return why reads fail now, or failed at some time ``since`` (Unix seconds); else None."""
-        if self._breakers.any_blocks("read", "lookup"):
-            return Loss(self._calls.name, "unavailable", time.time(), "breaker")
-        if since is None:
-            return None
-        last, now = self._calls.last_failure, time.time()
-        if last is not None and last.at is not None and last.at >= since:
-            return last
-        if self._reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
-            return Loss(self._calls.name, "late", now, "no answer")
-        return None
-
-    def unwritable(self, block: bytes) -> bool:
-        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.quiet:
-            return False
-        return self.writers_hang() or self._breakers.blocks("write", self._backend.part(block))
-
-    def writers_hang(self) -> bool:
-        """Whether all writer threads hang in calls of the backend."""
-        self._calls.report_hung("write", "touch", "delete", "flush")
-        return (
-            self._writing.stuck(self._backend.timeout) and self.stuck_for() > self._backend.timeout
-        )
-
-    def settled(self, timeout: float | None) -> bool:
-        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
-
-        Returns early if a write makes no progress for longer than the backend's timeout.
-        """
-        until = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            hangs = self._backend.timeout - self.stuck_for()
-            left = min(hangs, until - time.monotonic())
-            if self._writing.wait(max(0.0, left)):
-                return True
-            if hangs <= 0 or time.monotonic() >= until:
-                return False
-
-    def stuck_for(self) -> float:
-        """Return the seconds for which the longest write has made no progress."""
-        return min(self._writing.longest, time.monotonic() - self._backend.last_progress)
-
-
-def query_sizes(
-    calls: BackendCalls,
-    reading: Workers,
-    blocks: Sequence[bytes],
-    *,
-    until: float | None,
-    unread: Callable[[bytes], bool],
-    answered: Callable[[], object],
-) -> dict[bytes, int | None]:
-    """Return the size of each of ``blocks``, None if missing; unanswered blocks are left out.
-
-    Parts of the backend are queried in parallel. Waits for the backend's timeout at most, and until
-    ``until`` (monotonic seconds) at most. ``unread`` returns whether querying a block is pointless,
-    and reports hanging calls to their breakers; ``answered`` is called in a reader thread after
-    each answer.
-    """
-    timeout = calls.backend.timeout
-    patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
-    end = time.monotonic() + patience
-    parts = calls.by_part(blocks)
-    queries = [_Query(calls, part, found, unread, answered) for part, found in parts.items()]
-    for query in queries:
-        query.submit(reading)
-    sizes: dict[bytes, int | None] = {}
-    for query in queries:
-        sizes |= query.result(end, whole=patience == timeout)
-    return sizes
+def _no_room(_needed: int) -> bool:
+    return False
 
 
 class _Query:
-    """The sizes of blocks in one part of a backend."""
+    """The sizes of blocks in one part of a tier's backend."""
 
-    def __init__(
-        self,
-        calls: BackendCalls,
-        part: str,
-        blocks: list[bytes],
-        unread: Callable[[bytes], bool],
-        answered: Callable[[], object],
-    ) -> None:
-        self._calls = calls
+    def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
+        self._tier = tier
+        self._calls = tier._calls
         self._part = part
         self._blocks = blocks
-        self._unread = unread
-        self._answered = answered
         self._sizes: list[int | None] = []
         self._began = False
         self._done = threading.Event()
 
-    def submit(self, reading: Workers) -> None:
+    def submit(self) -> None:
         """Queue the query, unless such calls fail or hang now."""
-        calls = self._calls
-        if self._unread(self._blocks[0]) or not calls.breaker("lookup", self._part).allows():
-            calls.counters.count(skipped_calls=1)
-            calls.note_failure("unavailable", "breaker")
+        tier = self._tier
+        allowed = not tier.unreadable(self._blocks[0])
+        if not allowed or not self._calls.breaker("lookup", self._part).allows():
+            tier.note_unread()
             self._done.set()
-        elif not reading.submit(self._run, given_up=self._done.set):
-            calls.counters.count(late=1)
-            calls.note_failure("late", "queue full")
+        elif not tier.reading.submit(self._run, given_up=self._done.set):
+            tier.note_unread(late="queue full")
             self._done.set()
 
     def _run(self) -> None:
@@ -673,172 +968,23 @@ class _Query:
                 self._sizes = self._calls.backend.sizes(self._blocks)
         finally:
             self._done.set()
-        if self._sizes:
-            self._answered()
+        if self._sizes and not self._tier.indexed:
+            self._tier._compare()
 
-    def result(self, end: float, *, whole: bool) -> dict[bytes, int | None]:
-        """Wait for the answer until ``end`` (monotonic seconds); return {} if there is none.
+    def result(self, end: float, *, whole: bool) -> list[tuple[bytes, int]]:
+        """Wait for the answer until ``end`` (monotonic seconds); return what is there.
 
         ``whole``: the wait lasts the backend's full timeout, so a running call counts as failed. If
         the query still waits for a thread, the calls that occupy the threads count as failed.
         """
         if not self._done.wait(max(0.0, end - time.monotonic())):
-            calls = self._calls
-            calls.counters.count(late=1)
-            calls.note_failure("late", "no answer")
+            tier = self._tier
+            tier.note_unread(late="no answer")
             if whole and self._began:
-                why = f"no answer in {calls.backend.timeout:g} s"
-                calls.breaker("lookup", self._part).failed(why)
+                why = f"no answer in {tier.timeout:g} s"
+                self._calls.breaker("lookup", self._part).failed(why)
             else:
-                self._unread(self._blocks[0])
-            return {}
-        return dict(zip(self._blocks, self._sizes, strict=False))
-
-
-class RecordReader:
-    """Reads the records of one tier. A failure of the backend is a miss, counted and logged.
-
-    Damaged records are quarantined. Intact records that the tier must not serve, such as those of
-    another key, are hidden until they are written anew.
-
-    ``cost`` learns what reads take, decoding included, by the bytes of raw KV.
-
-    Thread safety: all methods. They run in the calling thread.
-    """
-
-    def __init__(
-        self,
-        calls: BackendCalls,
-        known: KnownBlocks,
-        records: RecordCodec,
-        losses: LossLog,
-        cost: LearnedTransfer,
-    ) -> None:
-        self._calls = calls
-        self._backend = calls.backend
-        self._known = known
-        self._records = records
-        self._losses = losses
-        self._cost = cost
-
-    def load(
-        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview]
-    ) -> memoryview | None:
-        """Return the decoded record of ``block`` in the buffer of ``place()``; None for a miss.
-
-        ``place`` returns memory for a header and ``raw_bytes``, and is called once the record is
-        found. The header in the result may be invalid. Damaged records are quarantined.
-        """
-        part = self._backend.part(block)
-        if not self._calls.allowed("read", part):
-            self._calls.note_failure("unavailable", "breaker")
-            return None
-        moved: int | None = None
-        self._cost.begin()
-        try:
-            record, failed = self._load(block, raw_bytes, place, part)
-            moved = raw_bytes if record is not None else None if failed else 0
-        finally:
-            self._cost.end(moved)
-        return record
-
-    def _load(
-        self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
-    ) -> tuple[memoryview | None, bool]:
-        """Return the record, and whether the backend failed."""
-        known, mark = block in self._known, self._known.before_query()
-        started = time.monotonic()
-        room = RecordRoom(self._records, raw_bytes, place)
-        record: memoryview | None = None
-        try:
-            with self._calls.to("get", "read", part) as call:
-                record = self._backend.get(block, call.callback(room))
-                call.decisive = record is not None
-        except WrongSize as wrong:
-            self._calls.counters.count(read_seconds=time.monotonic() - started)
-            self._refuse(block, f"another length, or damaged: {wrong}")
-            return None, False
-        if call.failed:
-            return None, True
-        self._calls.counters.count(read_seconds=time.monotonic() - started)
-        if record is None:
-            if known:
-                self._known.catalogue.forget(block)
-                self._losses.note([block], self._calls.name, "removed", "gone")
-            self._calls.counters.count(misses=1)
-            return None, False
-        return self._decoded(block, raw_bytes, record, room, mark), False
-
-    def _decoded(
-        self, block: bytes, raw_bytes: int, record: memoryview, room: RecordRoom, mark: int
-    ) -> memoryview | None:
-        """Verify and decode; a record that is damaged or not for this tier is a miss."""
-        try:
-            header, codec = self._records.verify(block, record)
-            if header.raw_bytes != raw_bytes:
-                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
-            record = self._records.decode(codec, header, record, room)
-        except (NotForUs, OtherVersion, OtherKey, MissingExtra) as other:
-            self._refuse(block, str(other))
-            return None
-        except (BadRecord, Damaged) as damage:
-            self.quarantine(block, str(damage))
-            return None
-        self._known.learn(block, header.record_bytes, mark)
-        self._calls.counters.count(hits=1, read_bytes=header.record_bytes)
-        return record
-
-    def fetch(self, block: bytes) -> memoryview | None:
-        """Return the decoded record of ``block`` in new memory, to write it to another tier.
-
-        The header in the result may be invalid. Counts neither a hit nor a miss.
-        """
-        part = self._backend.part(block)
-        if not self._calls.allowed("read", part):
-            return None
-        moved: int | None = None
-        self._cost.begin()
-        try:
-            record = self._fetch(block, part)
-            moved = 0 if record is None else len(record) - HEADER_BYTES
-        finally:
-            self._cost.end(moved)
-        return record
-
-    def _fetch(self, block: bytes, part: str) -> memoryview | None:
-        record: memoryview | None = None
-        with self._calls.to("get", "read", part) as call:
-            record = self._backend.get(block, call.callback(aligned))
-            call.decisive = record is not None
-        if record is None:
-            return None
-        try:
-            header, codec = self._records.verify(block, record)
-            return self._records.decode_alone(codec, header, record)
-        except NotForUs:
-            return None
-        except (OtherVersion, OtherKey, MissingExtra) as other:
-            self._refuse(block, str(other))
-        except (BadRecord, Damaged) as damage:
-            self.quarantine(block, str(damage))
-        return None
-
-    def _refuse(self, block: bytes, reason: str) -> None:
-        """Hide an intact record that this tier must not serve, until it is written anew."""
-        _LOG.info("tier %s: %s", self._calls.name, reason)
-        self._calls.counters.count(refused=1)
-        self._known.hide([block], REFUSED)
-        self._losses.note([block], self._calls.name, "refused", reason)
-
-    def quarantine(self, block: bytes, reason: str) -> None:
-        """Forget a damaged record and move it out of the way in the backend."""
-        _LOG.warning(
-            "tier %s: block %s… is bad: %s", self._calls.name, block[SPACE_BYTES:][:8].hex(), reason
-        )
-        self._calls.counters.count(damaged=1)
-        self._known.catalogue.forget(block)
-        self._losses.note([block], self._calls.name, "damaged", reason)
-        with self._calls.to("quarantine", "delete", self._backend.part(block)) as call:
-            self._backend.quarantine(block, reason)
-        if call.failed:
-            self._known.keep_undeleted([block])
+                tier.unreadable(self._blocks[0])
+            return []
+        pairs = zip(self._blocks, self._sizes, strict=False)
+        return [(block, size) for block, size in pairs if size is not None]

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Final
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.buffer import SmallBuffer
-from kvkeep.store.tiers.demoting import Demoter, left_until
 from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.inexact import InexactBlocks
 from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
+from kvkeep.store.tiers.moves import Moves, left_until
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.tier import Tier
 from kvkeep.store.tiers.tier_returns import TierReturns
 from kvkeep.store.tiers.tiering import Inclusive, Planner, TieringPolicy
-from kvkeep.store.tiers.write_queue import WriteQueue
 from kvkeep.store.tiers.writing import StoreRequest, Written
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ class TieredStore(TieredReads):
     Arguments:
         memory, tiers: the memory, and the tiers below it, fastest first.
         policy: decides which level holds a block; `Inclusive` unless given.
-        notes: of the store's namespaces, by space (`kvkeep.store.tiers.listing`), for all tiers.
+        notes: of the store's namespaces, by space (`kvkeep.store.tiers.notes`), for all tiers.
         shares: weights by which tenants share each level with a budget; None: they do not.
         cost: learns what reads and writes of each level take; a new model unless given.
 
@@ -243,12 +242,9 @@ class TieredStore(TieredReads):
         ]  # fmt: skip
         self.returns = TierReturns(self._orders)
         self._levels = Levels(self.memory, self.tiers, planner, self.losses, self.returns.used)
-        self._queue = WriteQueue(self.memory, self.losses)
-        self._demoter = Demoter(self._levels, self._queue)
-        self._reader = Reader(
-            self._levels, self._queue, self._demoter, self.cost.reading(memory.name)
-        )
-        self._remover = Remover(self._levels, self._queue, self._reader)
+        self._moves = Moves(self._levels)
+        self._reader = Reader(self._moves, self.cost.reading(memory.name))
+        self._remover = Remover(self._levels, self._reader)
         super().__init__(self._levels, self._reader)
         self._pins = LevelPins(self._levels)
         for tier in self.tiers:
@@ -256,13 +252,13 @@ class TieredStore(TieredReads):
 
     def _tier(self, spec: TierSpec) -> Tier:
         """Return a tier, not listed yet."""
-        tier: Tier = self._open(spec, evicting=lambda block: self._demoter.from_tier(tier, block))
+        tier: Tier = self._open(spec, evicting=lambda victims: self._moves.evicting(tier, victims))
         share = int(self.memory.capacity * _QUEUED_SHARE)
         tier.writing.limit = min(tier.options.queue_bytes or share, share)
         return tier
 
     def _evicted_from_memory(self, block: bytes) -> None:
-        self._demoter.note_evicted(block)
+        self._moves.note_evicted(block)
 
     def expect(self, space: bytes) -> None:
         """Make each tier log once if it holds blocks but none of this namespace; see `Tier`."""
@@ -295,13 +291,13 @@ class TieredStore(TieredReads):
         if exact is None:
             exact = self.inexact.exact(before, blocks)
         request = StoreRequest(
-            self._levels, self._queue, self._demoter,
+            self._moves,
             raw_bytes=raw_bytes, fill=fill, until=until, supersede=self.supersede, exact=exact,
         )  # fmt: skip
         with self._closed_is_illegal():
             request.store(blocks)
         for tier in self.tiers if wait is not None else ():
-            tier.health.settled(max(0.0, until - time.monotonic()))
+            tier.settled(max(0.0, until - time.monotonic()))
         written = request.written
         if len(blocks) > len(written.kept) + len(written.already):
             self.check_open()  # if closed meanwhile, room may not have been lacking
@@ -377,12 +373,12 @@ class TieredStore(TieredReads):
 
     def _flush(self, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
-        complete = self._demoter.copy_down(until)
+        complete = self._moves.copy_down(until)
         flushed: list[bool] = []
         for tier in self.tiers:
             tier.writing.submit(partial(_flush, tier, flushed), 0, left_until(until))
-        written = [tier.health.settled(left_until(until)) for tier in self.tiers]
-        complete &= not self._queue.waits_for_deletions
+        written = [tier.settled(left_until(until)) for tier in self.tiers]
+        complete &= not any(tier.states.defers for tier in self.tiers)
         return complete and all(written) and flushed == [True] * len(self.tiers)
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -402,7 +398,7 @@ class TieredStore(TieredReads):
         complete = self._flush(timeout)
         threads = [(tier, work) for tier in self.tiers for work in (tier.reading, tier.writing)]
         for tier, work in threads:
-            complete &= work is tier.reading or tier.health.settled(left_until(until))
+            complete &= work is tier.reading or tier.settled(left_until(until))
             work.close()
         for tier, work in threads:  # running calls end within the timeout, or the backend hangs
             work.join(min(left_until(until) or 0.0, tier.timeout - work.longest))
@@ -477,9 +473,8 @@ class Remover:
     Thread safety: all methods.
     """
 
-    def __init__(self, levels: Levels, queue: WriteQueue, reader: Reader) -> None:
+    def __init__(self, levels: Levels, reader: Reader) -> None:
         self._levels = levels
-        self._queue = queue
         self._reader = reader
         self._closed = threading.Event()
         self._running: dict[_Removal, None] = {}  # those whose threads have not ended
@@ -508,7 +503,7 @@ class Remover:
         # In this order, nothing brings an old block back: no read of one begins in a tier that
         # hides it, and none ends in memory; then no write of one begins from memory, which has
         # none; at last, those that have begun are called off.
-        numbers = [tier.hide_space(space) for tier in self._levels.tiers]
+        numbers = [tier.states.clear(space) for tier in self._levels.tiers]
         self._reader.cancel(self._reader.under_way(space))
         mine: list[bytes] = []
 
@@ -518,9 +513,8 @@ class Remover:
 
         in_memory, failed = _from_memory(memory, listed)
         losses.note(mine, memory.name, "removed", "cleared")
-        pending = self._queue.pending(space)
         removals = [
-            self._removal(tier, pending, (space, number))
+            self._removal(tier, tier.states.under_way(space), (space, number))
             for tier, number in zip(self._levels.tiers, numbers, strict=True)
         ]
         for removal in removals:
@@ -531,9 +525,7 @@ class Remover:
     def _removal(
         self, tier: Tier, blocks: Sequence[bytes], space: tuple[bytes, int] | None = None
     ) -> _Removal:
-        removal = _Removal(
-            self._queue, tier, blocks, space, closed=self._closed, running=self._running
-        )
+        removal = _Removal(tier, blocks, space, closed=self._closed, running=self._running)
         self._running[removal] = None
         return removal
 
@@ -581,7 +573,6 @@ class _Removal:
 
     def __init__(
         self,
-        queue: WriteQueue,
         tier: Tier,
         blocks: Sequence[bytes],
         space: tuple[bytes, int] | None,
@@ -592,12 +583,10 @@ class _Removal:
         self.tier = tier
         self.freed = 0
         self.complete = False
-        self._queue = queue
-        self._blocks = blocks
         self._space = space
         self._closed = closed
         self._running = running
-        self._deletions, self._writes = queue.call_off(tier, blocks)
+        self._deletion = tier.states.delete(blocks)
         self._over = threading.Event()
         self._progress = 0.0
         self._thread = threading.Thread(
@@ -607,18 +596,17 @@ class _Removal:
     def start(self) -> None:
         """Start a thread that deletes the blocks."""
         self._progress = time.monotonic()
-        if self._blocks or self._space is not None:
+        if self._deletion or self._space is not None:
             self._thread.start()
         else:
             self.complete = True
             self._ended()
 
     def wait(self) -> None:
-        """Wait while the deletion makes progress; then hide blocks possibly left."""
+        """Wait while the deletion makes progress; blocks possibly left are not found."""
         while not self._over.is_set():
             left = self._progress + self.tier.timeout - time.monotonic()
             if left <= 0 or self._closed.is_set():
-                self.tier.hide(self._blocks)
                 return
             self._over.wait(left)
 
@@ -636,21 +624,14 @@ class _Removal:
         return not self._closed.is_set()
 
     def _delete(self) -> None:
-        complete = True
         try:
-            for write in self._writes:
-                write.wait()
-            if self._proceed() and self._blocks:
-                self.freed, left = self.tier.remove(self._blocks, self._proceed)
-                complete = not left
+            self.freed, complete = self.tier.remove(self._deletion, self._proceed)
             if self._proceed() and self._space is not None:
                 freed, whole = self.tier.clear(*self._space, self._proceed)
                 self.freed += freed
                 complete &= whole
             self.complete = complete and not self._closed.is_set()
         finally:
-            for block, deletion in self._deletions.items():
-                self._queue.deleted(self.tier, block, deletion)
             self._ended()
 
     def _ended(self) -> None:

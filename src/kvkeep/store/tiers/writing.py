@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
-from kvkeep.store.tiers.prompt_holds import PromptHolds
+from kvkeep.store.tiers.prompt_writes import PromptWrites
 from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvkeep.store.tiers.demoting import Demoter
-    from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.tiers.moves import Moves
     from kvkeep.store.tiers.tier import Tier
-    from kvkeep.store.tiers.write_queue import WriteQueue
 
 __all__ = ["StoreRequest", "Written"]
 
@@ -65,9 +63,7 @@ class StoreRequest:
 
     def __init__(
         self,
-        levels: Levels,
-        queue: WriteQueue,
-        demoter: Demoter,
+        moves: Moves,
         *,
         raw_bytes: Sequence[int],
         fill: Callable[[int, memoryview], None],
@@ -76,9 +72,8 @@ class StoreRequest:
         exact: int = sys.maxsize,
     ) -> None:
         self.written = Written()
-        self._levels = levels
-        self._queue = queue
-        self._demoter = demoter
+        self._levels = moves.levels
+        self._moves = moves
         self._raw_bytes = raw_bytes
         self._fill = fill
         self._until = until
@@ -89,7 +84,7 @@ class StoreRequest:
         self._error: BaseException | None = None  # of ``fill``
         self._full: set[str] = set()  # names of tiers whose queue was full
         self._refused: dict[str, list[bytes]] = {}
-        self._holds = PromptHolds(levels, ())
+        self._prompt = PromptWrites(moves, ())
 
     def store(self, blocks: Sequence[bytes]) -> None:
         """Place ``blocks`` in memory and in the tiers that admit them, as far as there is room."""
@@ -114,11 +109,11 @@ class StoreRequest:
         holds = self._levels.memory.catalogue.holds
         held: list[bytes] = []
         used: list[bytes] = []
-        with PromptHolds(self._levels, blocks) as self._holds:
+        with PromptWrites(self._moves, blocks) as self._prompt:
             try:
                 while len(used) < len(blocks):
                     if used:
-                        self._demoter.demote_ahead()
+                        self._moves.demote_ahead()
                     placed, count = self._place(blocks, len(used))
                     run = blocks[len(used) : len(used) + count]
                     admitted = self._levels.planner.store(run)
@@ -134,7 +129,7 @@ class StoreRequest:
                 self._levels.used(used, stored=True)
             finally:
                 holds.free_all(held)
-        self._demoter.demote_ahead()  # after all holds: any block may be moved to make room below
+        self._moves.demote_ahead()  # after all holds: any block may be moved to make room below
 
     def _place(self, blocks: Sequence[bytes], at: int) -> tuple[_Placement, int]:
         """Place a run of ``blocks`` in memory that begins at position ``at``.
@@ -163,7 +158,7 @@ class StoreRequest:
         if self._is_below(run[0]):
             self.written.already.append(at)
             return _Placement.BELOW, 1
-        self._holds.begin()
+        self._prompt.begin()
         new = max(absent, 1)  # 0: its record went meanwhile
         if self._levels.tiers:
             new = next((more for more in range(1, new) if self._is_below(run[more])), new)
@@ -215,7 +210,7 @@ class StoreRequest:
         drafts = memory.reserve_all(run, raw_bytes)
         if not drafts and self._left() and raw_bytes[0] + HEADER_BYTES <= memory.capacity:
             for tier in self._levels.tiers:  # queued writes hold their blocks in memory
-                tier.health.settled(self._left())
+                tier.settled(self._left())
             drafts = memory.reserve_all(run, raw_bytes)
         filled = 0
         try:
@@ -256,8 +251,8 @@ class StoreRequest:
         elif not admitted:
             self._refused.setdefault(tier.name, []).append(block)
         elif tier.name in self._full:  # useless there without the earlier block it dropped
-            self._queue.note_refused(tier, block)
-        elif self._queue.write(tier, block, self._left(), self._holds.add(tier, block)):
+            self._moves.note_refused(tier, block)
+        elif self._prompt.write(tier, block, self._left()):
             return True
         else:
             self._full.add(tier.name)
