@@ -7,8 +7,10 @@ import logging
 import math
 import os
 import re
+import stat
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, whole
@@ -18,6 +20,7 @@ from kvkeep.store.backends.disk.directory import RecordDirectory
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
     closing_fd,
+    lstat,
     open_record,
     padded,
     preallocate,
@@ -177,27 +180,29 @@ class DiskBackend(Backend):
         assert size, "a record of no bytes"
         self._sync.throttle(self.timeout)
         with self._translated("written", size):
-            self._directory.has_space(block)  # raises if something else has its name
-            draft = self._index.reserve(block, size, self.capacity, self.timeout)
+            self._directory.check_space(block)
+            draft, used = self._index.reserve(size, self.capacity, self.timeout), None
             try:
-                self._fill(draft.fd, record)
-                self._index.finish(draft, size, self.timeout)
-            except BaseException:
-                self._index.discard(draft, self.timeout)
-                raise
+                self._write(draft, record)
+                self._directory.rename(draft, block)
+                used = time.time_ns()
             finally:
-                os.close(draft.fd)
+                if used is None:
+                    with suppress(FileNotFoundError):
+                        os.unlink(draft)
+                self._index.finish(block, size, used)
             self._sync.add([self._directory.path(block)])
 
-    def _fill(self, fd: int, record: memoryview) -> None:
+    def _write(self, path: str, record: memoryview) -> None:
         size, is_direct = len(record), len(record) >= self._direct_from
-        if size >= DIRECT_FROM:
-            preallocate(fd, padded(size))
-        write_whole(fd, record, direct=is_direct)
-        if (size != padded(size) and size >= DIRECT_FROM) or is_direct:
-            os.ftruncate(fd, size)
-        if self._sync.mode == "always":
-            os.fsync(fd)
+        with closing_fd(self._directory.create(path)) as fd:
+            if size >= DIRECT_FROM:
+                preallocate(fd, padded(size))
+            write_whole(fd, record, direct=is_direct)
+            if size != padded(size) and (size >= DIRECT_FROM or is_direct):
+                os.ftruncate(fd, size)
+            if self._sync.mode == "always":
+                os.fsync(fd)
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """Read the record. An empty or unreadable file goes to quarantine.
@@ -240,12 +245,24 @@ class DiskBackend(Backend):
         with self._translated("deleted"):
             for start in range(0, len(blocks), _AT_ONCE):
                 some = blocks[start : start + _AT_ONCE]
-                # Raises if a file or symlink has the name of a namespace's directory.
-                some = [block for block in some if self._directory.has_space(block)]
-                freed += self._index.delete(some, self.timeout)
+                try:
+                    freed += sum(self._unlink(block) for block in some)
+                finally:
+                    self._index.settle(some, self.timeout)
             if freed:
                 self._sync.add({self._directory.space(block) for block in blocks})
         return freed
+
+    def _unlink(self, block: bytes) -> int:
+        """Unlink a record; return its size in bytes."""
+        path = self._directory.path(block)
+        # check_space raises if a file or symlink has the name of a namespace's directory.
+        there = lstat(path) if self._directory.check_space(block) else None
+        if there is None or not stat.S_ISREG(there.st_mode):
+            return 0
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return there.st_size
 
     def list(self) -> Iterator[Listed]:
         """Yield every record, from names and file attributes alone.
@@ -303,9 +320,10 @@ class DiskBackend(Backend):
         slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:60] or "bad"
         name = f"{time.time_ns():020}.{block.hex()}.{slug}"
         with self._translated("quarantined"):
-            if self._index.quarantine(block, name, self.capacity, self.timeout):
+            if self._directory.move_away(block, name):
                 self.quarantined += 1
                 self._sync.add([self._directory.space(block)])
+            self._index.trim_quarantine(block, self.capacity, self.timeout)
 
     def used(self) -> int:
         """Return the bytes used by all processes."""

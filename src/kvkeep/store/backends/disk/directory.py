@@ -32,9 +32,11 @@ from kvkeep.store.backends.disk.files import (
     WRONG_KIND,
     check_kind,
     check_owner,
+    check_plain,
     closing_fd,
     lstat,
     open_plain,
+    size_of,
     sync_path,
 )
 
@@ -96,17 +98,54 @@ class RecordDirectory:
         """Return the path of the namespace of ``block``, given by its id or its space."""
         return f"{self.root}/{block[:SPACE_BYTES].hex()}"
 
-    def has_space(self, block: bytes) -> bool:
-        """Whether the namespace of ``block`` has a directory.
+    def check_space(self, block: bytes) -> bool:
+        """Return whether the namespace of ``block`` has a directory.
 
         Raises:
             OSError: ENOTDIR: something else has its name, such as a symlink. It is not followed.
         """
         path = self.space(block)
-        found = lstat(path)
-        if found is not None:
-            check_kind(found, path, stat.S_IFDIR)
-        return found is not None
+        there = lstat(path)
+        if there is not None:
+            check_kind(there, path, stat.S_IFDIR)
+        return there is not None
+
+    def create(self, path: str) -> int:
+        """Create a file in ``tmp/``; return its descriptor."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            self.restore()  # tmp/ was removed from outside
+            return os.open(path, flags, 0o600)
+
+    def rename(self, source: str, block: bytes) -> None:
+        """Give a file in ``tmp/`` the name of the record of ``block``."""
+        for _ in range(_TRIES):
+            try:
+                os.rename(source, self.path(block))
+            except FileNotFoundError:
+                if lstat(source) is None:
+                    raise
+                # The namespace is new, or its directory was empty, and a sweep removed it.
+                if not self.check_space(block):
+                    with suppress(FileExistsError):
+                        os.mkdir(self.space(block), 0o700)
+            else:
+                return
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path(block))
+
+    def move_away(self, block: bytes, name: str) -> bool:
+        """Move the record of ``block`` to ``quarantine/name``; return False if it is missing."""
+        source, target = self.path(block), f"{self.quarantine}/{name}"
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            if size_of(source) is None:
+                return False
+            self.restore()  # quarantine/ itself is missing
+            os.rename(source, target)
+        return True
 
     def spaces(self) -> list[str]:
         """Return the names of all namespaces' directories."""
@@ -144,12 +183,10 @@ class RecordDirectory:
             yield from others
             for at in range(0, len(names), _KEY_NAME // 2):
                 block = bytes.fromhex(space) + names[at : at + _KEY_NAME // 2]
-                found = lstat(self.path(block))
-                if found is None:
-                    continue
-                if stat.S_ISREG(found.st_mode) and found.st_size:
-                    yield Listed(block, found.st_size, found.st_mtime)
-                else:
+                there = lstat(self.path(block))
+                if there is not None and stat.S_ISREG(there.st_mode) and there.st_size:
+                    yield Listed(block, there.st_size, there.st_mtime)
+                elif there is not None:
                     yield 0
 
     def remove_space(self, space: str) -> None:
@@ -243,8 +280,7 @@ class RecordDirectory:
                 self._unlink_index()  # the log of a lost index
                 os.close(os.open(self.index, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             else:
-                check_kind(found, self.index, stat.S_IFREG)
-                check_owner(found, self.index)
+                check_plain(found, self.index)
             if os.fstat(fd).st_size:
                 return
             os.pwrite(fd, _FORMAT, 0)
@@ -286,20 +322,18 @@ class RecordDirectory:
 
     # -- directories of kvkeep before the index ---------------------------------------------------
 
-    def read_old(self) -> tuple[list[tuple[bytes, bytes]], list[tuple[str, float]]]:
-        """Return notes by space, and the facts of the budget, of files that precede the index."""
-        notes = []
+    def read_old(self) -> tuple[dict[bytes, bytes], tuple[int, bool, float] | None]:
+        """Return notes by space, and the last budget, of files that precede the index."""
+        notes = {}
         for line in self._read_file("spaces").splitlines():
             name, _, note = line.partition(b" ")
-            with suppress(ValueError):
-                notes.append((bytes.fromhex(name.decode("ascii")), note))
-        facts: list[tuple[str, float]] = []
+            if _is_space(text := name.decode("ascii", "replace")):
+                notes[bytes.fromhex(text)] = note
         line = self._read_file("budget").decode("ascii", "replace")
-        found = re.fullmatch(r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*", line)
-        if found is not None and int(found[1]) >= ALIGNMENT:
-            facts = [("budget", int(found[1])), ("given", found[2] == "given")]
-            facts.append(("opened", int(found[3])))
-        return [note for note in notes if len(note[0]) == SPACE_BYTES], facts
+        budget = re.fullmatch(r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*", line)
+        if budget is None or int(budget[1]) < ALIGNMENT:
+            return notes, None
+        return notes, (int(budget[1]), budget[2] == "given", float(budget[3]))
 
     def _read_file(self, name: str) -> bytes:
         try:
@@ -315,6 +349,7 @@ class RecordDirectory:
                 os.unlink(f"{self.root}/{name}")
 
 
+_TRIES: Final = 5  # of a rename whose target directory is removed meanwhile
 _PATIENCE: Final = 5.0  # seconds for the lock of FORMAT
 _OLD_AT_MOST: Final = 64 << 10  # bytes
 

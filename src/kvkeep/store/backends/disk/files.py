@@ -30,13 +30,13 @@ __all__ = [
     "WRONG_KIND",
     "check_kind",
     "check_owner",
+    "check_plain",
     "closing_fd",
     "lstat",
     "open_known",
     "open_plain",
     "open_record",
     "padded",
-    "pin",
     "preallocate",
     "read_whole",
     "regular_files",
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # 0 if not supported, as on macOS
-_O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 """Errors of opening a path without a regular file: nothing there, a symlink, a socket."""
 CANNOT_WRITE: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -118,22 +117,21 @@ def supports_direct(path: str) -> bool:
     return True
 
 
-def pin(path: str) -> tuple[int, int] | None:
-    """Open the regular file ``path`` without access, so that unlinking it frees no blocks yet.
-
-    Freeing the blocks of a large file takes milliseconds, which would be spent under the ledger's
-    lock. The unlink of a pinned file takes microseconds; `os.close` frees the blocks afterwards.
+def open_record(path: str) -> tuple[int, int] | None:
+    """Open the regular file ``path`` for reading.
 
     Returns:
         A descriptor to close and the file's size in bytes; None if there is no regular file.
         Follows no symlink and does not wait for a pipe.
     """
-    return _opened(path, _O_PATH)
-
-
-def open_record(path: str) -> tuple[int, int] | None:
-    """Open a regular file for reading; returns the same as `pin`."""
-    return _opened(path, os.O_RDONLY | os.O_NONBLOCK)
+    fd = _open_if_there(path, os.O_RDONLY | os.O_NONBLOCK)
+    if fd is None:
+        return None
+    there = os.fstat(fd)
+    if not stat.S_ISREG(there.st_mode):
+        os.close(fd)
+        return None
+    return fd, there.st_size
 
 
 def open_plain(path: str, flags: int) -> int:
@@ -153,8 +151,7 @@ def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
-        check_kind(found, path, stat.S_IFREG)
-        check_owner(found, path)
+        check_plain(found, path)
     except BaseException:
         os.close(fd)
         raise
@@ -177,15 +174,10 @@ def check_owner(found: os.stat_result, path: str) -> None:
         raise OSError(errno.EINVAL, owner, path)
 
 
-def _opened(path: str, flags: int) -> tuple[int, int] | None:
-    fd = _open_if_there(path, flags)
-    if fd is None:
-        return None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        return None
-    return fd, found.st_size
+def check_plain(there: os.stat_result, path: str) -> None:
+    """Raise OSError (EINVAL) unless ``path`` is a regular file of this user."""
+    check_kind(there, path, stat.S_IFREG)
+    check_owner(there, path)
 
 
 def _open_if_there(path: str, flags: int) -> int | None:
