@@ -13,7 +13,8 @@ import sqlite3
 import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing
+from pathlib import Path
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
@@ -36,6 +37,11 @@ def record(block: bytes, version: int) -> bytes:
 
 def version_of(data: bytes | memoryview) -> int:
     return int.from_bytes(data[48:56], "little")
+
+
+def index_of(root: str | Path) -> list[Path]:
+    """The index, without its log."""
+    return [path for path in Path(root, "index").iterdir() if len(path.name) == 16]
 
 
 def say(line: str) -> None:
@@ -104,8 +110,8 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
 def sweep(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
     """List the directory with an index made anew, while other processes write."""
     for _ in range(steps):
-        with suppress(FileNotFoundError):
-            os.unlink(f"{path}/index")
+        for index in index_of(path):
+            index.unlink(missing_ok=True)
         for _record in DiskBackend(path, capacity).list():
             time.sleep(0.0002)
     del who, seed
@@ -114,7 +120,8 @@ def sweep(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
 def stop(path: str, capacity: int, who: int, within: int, steps: int) -> None:
     """Stop within a change, or while a record of two units is written."""
     if within:
-        with closing(sqlite3.connect(f"{path}/index", isolation_level=None)) as index:
+        (file,) = index_of(path)
+        with closing(sqlite3.connect(file, isolation_level=None)) as index:
             index.execute("BEGIN IMMEDIATE")
             index.execute("DELETE FROM records")
             say(f"stopped {who}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from disk_worker import GONE, KEYS, block_of, record, version_of
+from disk_worker import GONE, KEYS, block_of, index_of, record, version_of
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.buffers import aligned
@@ -42,7 +42,8 @@ def on_disk(root: Path) -> int:
 @contextmanager
 def unchanged(root: Path) -> Iterator[int]:
     """Let no process begin a change; the bytes that count as used."""
-    with closing(sqlite3.connect(root / "index", timeout=20, isolation_level=None)) as index:
+    (path,) = index_of(root)
+    with closing(sqlite3.connect(path, timeout=20, isolation_level=None)) as index:
         index.execute("BEGIN IMMEDIATE")
         yield index.execute("SELECT SUM(bytes) FROM room").fetchone()[0]
 
@@ -191,7 +192,8 @@ def test_an_index_lost_again_and_again_while_others_write(workers: Workers, tmp_
         for pid in pids:
             time.sleep(chance.uniform(0, 0.03))
             if turn % 2:
-                (tmp_path / "index").unlink(missing_ok=True)
+                for path in index_of(tmp_path):
+                    path.unlink(missing_ok=True)
             os.kill(pid, signal.SIGKILL)
     said = workers.wait()
     assert sum(line.startswith("full") for line in said) > 10

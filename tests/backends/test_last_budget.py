@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -131,7 +132,7 @@ def test_what_is_no_budget_is_none(tmp_path, disk, text):
 def before_the_index(path, text) -> None:
     """A directory as kvkeep left it that had a file for the budget."""
     DiskBackend(path).close()
-    (path / "index").unlink(missing_ok=True)
+    shutil.rmtree(path / "index")
     (path / "budget").write_bytes(text)
 
 
@@ -160,7 +161,8 @@ def test_anything_else_under_its_name_is_no_budget(tmp_path, disk, kind):
 
 def test_a_stopped_process_within_a_change_is_not_waited_for_long(tmp_path, disk):
     settled(tmp_path / "d", "10MiB")
-    with closing(sqlite3.connect(tmp_path / "d" / "index", isolation_level=None)) as held:
+    (index,) = (path for path in (tmp_path / "d" / "index").iterdir() if len(path.name) == 16)
+    with closing(sqlite3.connect(index, isolation_level=None)) as held:
         held.execute("BEGIN IMMEDIATE")
         with open_backend(TierURL(url_of(tmp_path / "d"))) as backend:
             backend.timeout = 0.05

@@ -1,7 +1,7 @@
 """The layout of a directory of records: creation, checks, names and paths.
 
     FORMAT                 "kvkeep blocks 1"
-    index                  what the directory has, see index.py; index-wal and index-shm are its log
+    index/<16 hex>         the index, see index.py; SQLite has <16 hex>-wal and -shm beside it
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -50,7 +50,8 @@ __all__ = ["RecordDirectory"]
 
 _FORMAT: Final = b"kvkeep blocks 1\n"
 _OLD: Final = ("ledger", "budget", "spaces", "writes")
-_OURS: Final = {"FORMAT", "index", "index-wal", "index-shm", "tmp", "quarantine", *_OLD}
+_OURS: Final = {"FORMAT", "index", "tmp", "quarantine", *_OLD}
+_INDEX_NAME: Final = 16
 _KEY_NAME: Final = 2 * (BLOCK_ID_BYTES - SPACE_BYTES)
 _REMOTE: Final = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "fuse.gluster", "beegfs", "gpfs")
 
@@ -72,7 +73,7 @@ class RecordDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = root = os.path.realpath(path)
         self.url = f"file://{root}"
-        self.index = os.path.join(root, "index")
+        self._indexes = os.path.join(root, "index")
         self.format = os.path.join(root, "FORMAT")
         self.tmp = os.path.join(root, "tmp")
         self.quarantine = os.path.join(root, "quarantine")
@@ -267,7 +268,7 @@ class RecordDirectory:
         """Create the missing parts of the directory, and tighten its mode to 0700."""
         if stat.S_IMODE(os.stat(self.root).st_mode) & 0o077:
             os.chmod(self.root, 0o700)
-        for path in (self.tmp, self.quarantine):
+        for path in (self.tmp, self.quarantine, self._indexes):
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
@@ -275,12 +276,10 @@ class RecordDirectory:
                 check_kind(found, path, stat.S_IFDIR)
                 check_owner(found, path)
         with self._alone() as fd:
-            # The index is opened by SQLite alone: closing it here would end SQLite's locks on it.
-            if (found := lstat(self.index)) is None:
-                self._unlink_index()  # the log of a lost index
-                os.close(os.open(self.index, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            else:
-                check_plain(found, self.index)
+            if self.index() is None:
+                # Each has a name of its own: SQLite deletes the log of a lost index by its name.
+                name = f"{self._indexes}/{os.urandom(_INDEX_NAME // 2).hex()}"
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             if os.fstat(fd).st_size:
                 return
             os.pwrite(fd, _FORMAT, 0)
@@ -288,19 +287,33 @@ class RecordDirectory:
             os.fsync(fd)
         sync_path(self.root)
 
-    def remove_index(self, identity: tuple[int, int]) -> bool:
-        """Remove the index if it still is the file ``identity`` (device, inode)."""
-        with self._alone():
-            found = lstat(self.index)
-            if found is None or (found.st_dev, found.st_ino) != identity:
-                return False
-            self._unlink_index()
-            return True
+    def index(self) -> str | None:
+        """Return the path of the index; None if it is lost.
 
-    def _unlink_index(self) -> None:
-        for name in (self.index, f"{self.index}-wal", f"{self.index}-shm"):
-            with suppress(FileNotFoundError):
-                os.unlink(name)
+        Only SQLite may open it: closing it elsewhere would end the locks of this process.
+
+        Raises:
+            OSError: EINVAL, ENOTDIR: it is something else, or another user's.
+        """
+        if (there := lstat(self._indexes)) is None:
+            return None
+        check_kind(there, self._indexes, stat.S_IFDIR)
+        names = os.listdir(self._indexes)
+        path = max((name for name in names if _from_hex(name, _INDEX_NAME)), default=None)
+        if path is not None:
+            path = f"{self._indexes}/{path}"
+            check_plain(os.lstat(path), path)
+        return path
+
+    def remove_index(self, path: str) -> bool:
+        """Remove the index ``path``; return False if it is gone already."""
+        with self._alone():
+            if lstat(path) is None:
+                return False
+            for name in (path, f"{path}-wal", f"{path}-shm"):
+                with suppress(FileNotFoundError):
+                    os.unlink(name)
+            return True
 
     @contextmanager
     def _alone(self) -> Iterator[int]:

@@ -26,7 +26,6 @@ import os
 import sqlite3
 import stat
 import threading
-import time
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -39,12 +38,12 @@ from kvkeep.store.backends.base import ALIGNMENT, Listed
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
     WRONG_KIND,
-    check_plain,
     closing_fd,
     lstat,
     open_plain,
     padded,
     regular_files,
+    size_of,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +63,10 @@ _SCHEMA: Final = (
     "CREATE TABLE facts(name PRIMARY KEY, value) WITHOUT ROWID",
     "INSERT INTO room VALUES ('', 0), ('quarantine', 0)",
     f"PRAGMA user_version = {_VERSION}",
+)
+_RECOUNT: Final = (
+    "UPDATE room SET bytes = (SELECT COALESCE(SUM((size + ?) / ? * ?), 0) FROM records) "
+    "WHERE name = ''"
 )
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
@@ -118,7 +121,8 @@ class DiskIndex:
         self._lock = threading.Lock()  # everything below; held over a transaction
         self._sweeping = threading.Lock()  # a sweep that a put waits for; before the other one
         self._db: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None  # device and inode of the open index
+        self._path = ""  # of the open index
+        self._identity: tuple[int, int] | None = None  # its device and inode
         self._timeout = 0.0
         self._swept = False  # whether the open index was, since the machine started
         self._token, self._serial = f"{os.getpid()}-{os.urandom(8).hex()}", 0
@@ -280,7 +284,8 @@ class DiskIndex:
     def sweep(self, timeout: float) -> Iterator[Listed | int]:
         """Yield each record; for each file that is none its size in bytes.
 
-        Reads names and rows; looks at a file only where they differ, or after another boot.
+        Reads names and rows; looks at a file only where they differ, after a loss of power, and
+        after a kill: that writer may have replaced records.
         Memory: 64 bytes a record of the namespace being listed.
         """
 
@@ -289,7 +294,8 @@ class DiskIndex:
             self._count_quarantine(db)
             return self._swept, self._dead(db)
 
-        trusted, dead = self.change(begin, timeout)
+        swept, dead = self.change(begin, timeout)
+        trusted = swept and not dead
         identity = self._identity
         there = set(self._directory.spaces())
         for space in sorted(there | self._spaces_of_rows(timeout)):
@@ -297,29 +303,27 @@ class DiskIndex:
             yield from others
             differ: list[bytes] = []
             for row, is_same in self._merged(bytes.fromhex(space), names, timeout):
-                if is_same and trusted:
+                if is_same and (trusted or size_of(self._directory.path(row.block)) == row.size):
                     yield row
                     continue
                 differ.append(row.block)
                 if len(differ) == _BATCH:
-                    yield from self._settled(differ, timeout)
+                    yield from self._settled(differ, space in there, timeout)
                     differ.clear()
             if differ:
-                yield from self._settled(differ, timeout)
+                yield from self._settled(differ, space in there, timeout)
             if space in there and not names and not others:
                 self._directory.remove_space(space)
 
         def end(db: sqlite3.Connection) -> None:
             if self._identity == identity:  # else the index was lost meanwhile
                 db.executemany("DELETE FROM room WHERE name = ?", [(name,) for name in dead])
-                if not trusted:
-                    size = "SUM((size + 4095) / 4096 * 4096)"
-                    query = f"UPDATE room SET bytes = (SELECT COALESCE({size}, 0) FROM records)"
-                    db.execute(f"{query} WHERE name = ''")
+                if not swept:
+                    db.execute(_RECOUNT, (ALIGNMENT - 1, ALIGNMENT, ALIGNMENT))
                     db.execute("INSERT OR REPLACE INTO facts VALUES ('swept', ?)", (_boot(),))
                     self._swept = True
 
-        if dead or not trusted:
+        if not trusted:
             self.change(end, timeout)
 
     def _spaces_of_rows(self, timeout: float) -> set[str]:
@@ -337,11 +341,11 @@ class DiskIndex:
         width = BLOCK_ID_BYTES - SPACE_BYTES
         query = (
             "SELECT block, size, used FROM records WHERE block > ? AND block < ? "
-            f"ORDER BY block LIMIT {_PAGE}"
+            "ORDER BY block LIMIT ?"
         )
         at, after, rows = 0, space, [()] * _PAGE
         while len(rows) == _PAGE:
-            rows = self._read(query, (after, space + b"\xff" * (width + 1)), timeout)
+            rows = self._read(query, (after, space + b"\xff" * (width + 1), _PAGE), timeout)
             for block, size, used in rows:
                 after = block
                 key = block[SPACE_BYTES:]
@@ -354,32 +358,39 @@ class DiskIndex:
         for start in range(at, len(names), width):
             yield Listed(space + names[start : start + width], 0, 0.0), False
 
-    def _settled(self, blocks: list[bytes], timeout: float) -> list[Listed | int]:
-        """Settle ``blocks``; return their records, and 0 for an empty or special file."""
-        rows = self.change(
-            lambda db: self._settle(db, [(_checked(block), None) for block in blocks]), timeout
-        )
+    def _settled(self, blocks: list[bytes], is_there: bool, timeout: float) -> list[Listed | int]:
+        """Settle ``blocks`` of a namespace; return their records, and 0 for an odd file."""
+        changes = [(_checked(block), None) for block in blocks]
+        rows = self.change(lambda db: self._settle(db, changes, is_there), timeout)
         return [
             Listed(block, row[0], row[1] / 1e9) if row else 0
             for block, row in zip(blocks, rows, strict=True)
-            if row or lstat(self._directory.path(block))
+            if row or (is_there and lstat(self._directory.path(block)))
         ]
 
     # -- within a transaction ----------------------------------------------------------------------
 
     def _settle(
-        self, db: sqlite3.Connection, blocks: Iterable[tuple[bytes, int | None]]
+        self,
+        db: sqlite3.Connection,
+        blocks: Iterable[tuple[bytes, int | None]],
+        is_there: bool = True,
     ) -> list[tuple[int, int] | None]:
-        """Make the rows of ``blocks``, with times of new uses, what their files are; return them."""
+        """Make the rows of ``blocks`` what their files are; return them.
+
+        With each block: the time of a new use, or None. Without ``is_there`` the namespace has no
+        directory, but perhaps a symlink that is not followed.
+        """
         rows: list[tuple[int, int] | None] = []
         grown, is_missing = 0, False
-        for block, used in blocks:
-            there = lstat(self._directory.path(block))
+        for block, new_use in blocks:
+            there = lstat(self._directory.path(block)) if is_there else None
             size = there.st_size if there is not None and stat.S_ISREG(there.st_mode) else 0
             query = "SELECT size, used FROM records WHERE block = ?"
             row = db.execute(query, (block,)).fetchone()
             grown += padded(size) - padded(row[0] if row else 0)
             if size:
+                used = new_use
                 if used is None:
                     used = row[1] if row else there.st_mtime_ns if there else 0
                 if row != (size, used):
@@ -512,15 +523,14 @@ class DiskIndex:
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
                 if code in _BUSY:
                     raise self._locked(self._timeout) from None
-                is_lost, identity = not self._is_current(), self._identity
+                is_lost = not self._is_current()
                 self._disconnect()
-                if not is_last and (is_lost or (code in _DAMAGED and identity is not None)):
-                    if not is_lost and self._directory.remove_index(identity):
-                        index = self._directory.index
-                        _LOG.warning("%s is damaged and is made anew: %s", index, error)
+                if not is_last and (is_lost or code in _DAMAGED):
+                    if not is_lost and self._directory.remove_index(self._path):
+                        _LOG.warning("%s is damaged and is made anew: %s", self._path, error)
                     continue
-                number, path = _ERRNOS.get(code, errno.EIO), self._directory.index
-                raise OSError(number, f"{os.strerror(number)}: {error}", path) from error
+                number = _ERRNOS.get(code, errno.EIO)
+                raise OSError(number, f"{os.strerror(number)}: {error}", self._path) from error
         raise AssertionError
 
     def _locked(self, timeout: float) -> BackendFailed:
@@ -528,14 +538,14 @@ class DiskIndex:
         if self._directory.is_remote:
             why = "it is on a network filesystem, which one process can use at a time"
         return BackendFailed(
-            f"{self._directory.index} was locked for more than {timeout:g} s: {why}"
+            f"the index of {self._directory.url} was locked for more than {timeout:g} s: {why}"
         )
 
     # -- the connection ----------------------------------------------------------------------------
 
     def _is_current(self) -> bool:
         """Whether the connection's file has the name of the index."""
-        there = lstat(self._directory.index)
+        there = lstat(self._path) if self._path else None
         return there is not None and (there.st_dev, there.st_ino) == self._identity
 
     def _open(self) -> sqlite3.Connection:
@@ -543,16 +553,16 @@ class DiskIndex:
         if self._db is not None and not self._is_current():
             self._disconnect()
         if self._db is None:
-            there = lstat(self._directory.index)
-            if there is None:
+            if (path := self._directory.index()) is None:
                 self._directory.restore()
-                there = os.lstat(self._directory.index)
-            check_plain(there, self._directory.index)
+                path = self._directory.index() or ""
             if not os.access(self._directory.root, os.W_OK):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
-            self._identity, self._free = (there.st_dev, there.st_ino), 0
+            there = os.lstat(path)
+            self._path, self._identity = path, (there.st_dev, there.st_ino)
+            self._free = 0
             self._check_alive()
-            uri = f"file:{quote(self._directory.index)}?mode=rw"
+            uri = f"file:{quote(path)}?mode=rw"
             self._db = sqlite3.connect(
                 uri, timeout=self._timeout, isolation_level=None, check_same_thread=False, uri=True
             )
