@@ -88,7 +88,7 @@ def test_a_directory_of_the_store_must_be_one(root: Path, kind: str, name: str) 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "dangling", "socket", "device"])
 def test_an_index_replaced_by_a_special_file_is_a_failure(root: Path, kind: str) -> None:
-    backend = DiskBackend(root, 1 << 16)  # so little that no room is reserved ahead
+    backend = DiskBackend(root, 1 << 20)  # so little that no room is reserved ahead
     put(backend, B, b"record")
     (root / "index").rename(root / "saved")
     KINDS[kind][0](root / "index")

@@ -29,10 +29,10 @@ CAPACITY = 400_000  # about six of the largest records: writers are out of room 
 
 
 def on_disk(root: Path) -> int:
-    """Bytes of all files but those in the root itself, in whole units, without the backend."""
+    """Bytes of all records and drafts, in whole units, without the backend."""
     files: dict[int, int] = {}  # by inode: one may be renamed meanwhile
     for directory, _, names in os.walk(root):
-        for name in names if directory != str(root) else ():
+        for name in names if directory not in {str(root), str(root / "index")} else ():
             with suppress(FileNotFoundError):
                 found = os.lstat(os.path.join(directory, name))
                 files[found.st_ino] = -(-found.st_size // UNIT) * UNIT

@@ -287,23 +287,23 @@ class RecordDirectory:
             os.fsync(fd)
         sync_path(self.root)
 
-    def index(self) -> str | None:
-        """Return the path of the index; None if it is lost.
+    def index(self) -> tuple[str, os.stat_result] | None:
+        """Return path and status of the index; None if it is lost.
 
         Only SQLite may open it: closing it elsewhere would end the locks of this process.
 
         Raises:
             OSError: EINVAL, ENOTDIR: it is something else, or another user's.
         """
-        if (there := lstat(self._indexes)) is None:
+        if (above := lstat(self._indexes)) is None:
             return None
-        check_kind(there, self._indexes, stat.S_IFDIR)
-        names = os.listdir(self._indexes)
-        path = max((name for name in names if _from_hex(name, _INDEX_NAME)), default=None)
-        if path is not None:
-            path = f"{self._indexes}/{path}"
-            check_plain(os.lstat(path), path)
-        return path
+        check_kind(above, self._indexes, stat.S_IFDIR)
+        for name in sorted(os.listdir(self._indexes)):
+            path = f"{self._indexes}/{name}"
+            if _from_hex(name, _INDEX_NAME) and (there := lstat(path)) is not None:
+                check_plain(there, path)
+                return path, there
+        return None
 
     def remove_index(self, path: str) -> bool:
         """Remove the index ``path``; return False if it is gone already."""

@@ -26,6 +26,7 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -78,8 +79,10 @@ _ERRNOS: Final = {
 _CHECKPOINT: Final = 256  # pages of the log, then they are copied into the index
 _CACHE_KIB: Final = 16 << 10
 _TRIES: Final = 5  # of a transaction whose index is replaced meanwhile
+_FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
+_LAST_PAUSE: Final = 0.005
 _AHEAD: Final = 256 << 10  # bytes that a writer reserves beyond its record
-_AHEAD_SHARE: Final = 64  # the part of the free budget that they are at most
+_PLENTY: Final = 64 * _AHEAD  # bytes of the budget that are free then
 _STALE: Final = 32  # blocks from which a put settles them
 _SUSPECTS: Final = 1024  # stale blocks, from which a miss is not noted
 _BATCH: Final = 256  # blocks that a sweep settles at once
@@ -125,7 +128,7 @@ class DiskIndex:
         self._identity: tuple[int, int] | None = None  # its device and inode
         self._timeout = 0.0
         self._swept = False  # whether the open index was, since the machine started
-        self._token, self._serial = f"{os.getpid()}-{os.urandom(8).hex()}", 0
+        self._token, self._serial = "", 0  # the name of this writer; drafts so far
         self._alive: int | None = None  # the locked file that shows that this writer lives
         self._free = 0  # bytes of this writer's row that no record needs yet
         self._writing = 0  # of records being written
@@ -168,7 +171,7 @@ class DiskIndex:
             free = capacity - _used(db) - need
             if free < 0:
                 return -free
-            ahead = min(ahead, free // _AHEAD_SHARE // ALIGNMENT * ALIGNMENT)
+            ahead *= free >= _PLENTY
         self._register()
         self._set_room(db, self._writing + need + ahead)
         self._free = need + ahead
@@ -224,11 +227,17 @@ class DiskIndex:
     # -- writers -----------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Show that this writer lives. Within a transaction, so nobody sees its file unlocked."""
-        if self._alive is None:
-            fd = self._directory.create(f"{self._directory.tmp}/{self._token}")
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._alive = fd
+        """Show that this writer lives, under a new name."""
+        while self._alive is None:
+            self._token = f"{os.getpid()}-{os.urandom(8).hex()}"
+            path = f"{self._directory.tmp}/{self._token}"
+            fd = self._directory.create(path)
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if lstat(path) is not None:
+                    self._alive = fd
+                    return
+            os.close(fd)  # another process took it for a killed writer's before it was locked
 
     def _rest(self, db: sqlite3.Connection) -> None:
         """Let nothing of this writer be left in the directory, if it writes nothing."""
@@ -255,7 +264,7 @@ class DiskIndex:
         files.pop(self._token, None)
         dead = []
         for name, there in files.items():
-            if _is_locked(f"{self._directory.tmp}/{name}"):
+            if not _bury(f"{self._directory.tmp}/{name}"):
                 if name not in rows:
                     size = sum(padded(size) for _, size in there)
                     db.execute("INSERT INTO room VALUES (?, ?)", (name, size))
@@ -513,8 +522,9 @@ class DiskIndex:
             return self._tried(lambda db: db.execute(query, values).fetchall())
 
     def _tried(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Call ``work`` with the connection; again with another index if it was lost or damaged."""
-        for is_last in [False] * (_TRIES - 1) + [True]:
+        """Call ``work`` with the connection; again while it is locked, lost or damaged."""
+        until, pause, tries = time.monotonic() + self._timeout, _FIRST_PAUSE, _TRIES
+        while True:
             try:
                 return work(self._open())
             except sqlite3.ProgrammingError:
@@ -522,16 +532,24 @@ class DiskIndex:
             except (_Replaced, sqlite3.Error) as error:
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
                 if code in _BUSY:
-                    raise self._locked(self._timeout) from None
+                    if time.monotonic() > until:
+                        raise self._locked(self._timeout) from None
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, _LAST_PAUSE)
+                    continue
+                tries -= 1
                 is_lost = not self._is_current()
                 self._disconnect()
-                if not is_last and (is_lost or code in _DAMAGED):
-                    if not is_lost and self._directory.remove_index(self._path):
-                        _LOG.warning("%s is damaged and is made anew: %s", self._path, error)
-                    continue
-                number = _ERRNOS.get(code, errno.EIO)
-                raise OSError(number, f"{os.strerror(number)}: {error}", self._path) from error
-        raise AssertionError
+                if not tries or not (is_lost or code in _DAMAGED):
+                    raise self._failed(error, code) from error
+                if not is_lost and self._directory.remove_index(self._path):
+                    _LOG.warning("%s is damaged and is made anew: %s", self._path, error)
+
+    def _failed(self, error: Exception, code: int) -> OSError:
+        number = _ERRNOS.get(code, errno.EIO)
+        if code == sqlite3.SQLITE_IOERR and not os.statvfs(self._directory.root).f_bavail:
+            number = errno.ENOSPC
+        return OSError(number, f"{os.strerror(number)}: {error}", self._path)
 
     def _locked(self, timeout: float) -> BackendFailed:
         why = "one of the processes that write there is stopped or hangs"
@@ -553,18 +571,19 @@ class DiskIndex:
         if self._db is not None and not self._is_current():
             self._disconnect()
         if self._db is None:
-            if (path := self._directory.index()) is None:
+            if (index := self._directory.index()) is None:
                 self._directory.restore()
-                path = self._directory.index() or ""
+                if (index := self._directory.index()) is None:
+                    raise _Replaced
             if not os.access(self._directory.root, os.W_OK):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
-            there = os.lstat(path)
+            path, there = index
             self._path, self._identity = path, (there.st_dev, there.st_ino)
             self._free = 0
             self._check_alive()
             uri = f"file:{quote(path)}?mode=rw"
             self._db = sqlite3.connect(
-                uri, timeout=self._timeout, isolation_level=None, check_same_thread=False, uri=True
+                uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True
             )
             try:
                 self._prepare(self._db)
@@ -572,18 +591,15 @@ class DiskIndex:
                 self._db.close()
                 self._db = None
                 raise
-        else:
-            self._db.execute(f"PRAGMA busy_timeout = {int(self._timeout * 1000)}")
         return self._db
 
     def _check_alive(self) -> None:
         """Register anew if the directory was emptied or replaced."""
-        there = lstat(f"{self._directory.tmp}/{self._token}")
-        if self._alive is not None and (
-            there is None or not os.path.samestat(os.fstat(self._alive), there)
-        ):
-            os.close(self._alive)
-            self._alive = None
+        if self._alive is not None:
+            there = lstat(f"{self._directory.tmp}/{self._token}")
+            if there is None or not os.path.samestat(os.fstat(self._alive), there):
+                os.close(self._alive)
+                self._alive = None
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         if self._directory.is_remote:  # no memory can be shared between machines
@@ -673,22 +689,24 @@ def _notes(facts: dict[Any, Any]) -> dict[bytes, bytes]:
     return {name: note for name, note in facts.items() if isinstance(name, bytes)}
 
 
-def _is_locked(path: str) -> bool:
-    """Whether a living writer has the file ``path`` locked, or it is foreign."""
+def _bury(path: str) -> bool:
+    """Remove the locked file of a killed writer; return False if it lives, or is foreign."""
     try:
         fd = open_plain(path, os.O_RDWR)
     except FileNotFoundError:
-        return False
+        return True
     except OSError as error:
         if error.errno not in CANNOT_WRITE | WRONG_KIND:
             raise
-        return True
+        return False
     with closing_fd(fd):
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-    return False
+            return False
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # locked: so no writer that begins relies on it
+    return True
 
 
 @cache
