@@ -291,9 +291,9 @@ class DiskBackend(Backend):
         try:
             yield from self._index.sweep(self.timeout)
         except OSError as error:
-            if error.errno not in CANNOT_WRITE | {errno.ENOENT}:
+            if error.errno not in CANNOT_WRITE | {errno.ENOENT, errno.ENOSPC}:
                 raise
-            # A read-only directory is still good for reading; a missing one has no records.
+            # A read-only or full directory is still good for reading; a missing one has no records.
             yield from self._directory.scan()
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:

@@ -76,7 +76,7 @@ _ERRNOS: Final = {
     sqlite3.SQLITE_READONLY: errno.EROFS,
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
-_CHECKPOINT: Final = 256  # pages of the log, then they are copied into the index
+_CHECKPOINT: Final = 64  # pages of the log: so small that a full disk has room for it
 _CACHE_KIB: Final = 16 << 10
 _TRIES: Final = 5  # of a transaction whose index is replaced meanwhile
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
@@ -192,9 +192,16 @@ class DiskIndex:
             self._stale.setdefault(block, None)
 
     def settle(self, blocks: Iterable[bytes], timeout: float) -> None:
-        """Make the rows of ``blocks`` what their files are; if this fails, a later call does."""
+        """Make the rows of ``blocks`` what their files are; if this fails, a later call does.
+
+        On a full disk that is no failure: too many bytes count as used until there is room.
+        """
         self._stale.update(dict.fromkeys(blocks))
-        self.change(lambda db: None, timeout)
+        try:
+            self.change(lambda db: None, timeout)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[int], timeout: float) -> None:
         """Set the times of the last use, in nanoseconds; later ones stay."""
