@@ -342,8 +342,8 @@ class RecordDirectory:
             name, _, note = line.partition(b" ")
             if _is_space(text := name.decode("ascii", "replace")):
                 notes[bytes.fromhex(text)] = note
-        line = self._read_file("budget").decode("ascii", "replace")
-        budget = re.fullmatch(r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*", line)
+        pattern = r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*"
+        budget = re.fullmatch(pattern, self._read_file("budget").decode("ascii", "replace"))
         if budget is None or int(budget[1]) < ALIGNMENT:
             return notes, None
         return notes, (int(budget[1]), budget[2] == "given", float(budget[3]))

@@ -61,7 +61,7 @@ _SCHEMA: Final = (
     "CREATE TABLE records(block BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL) "
     "WITHOUT ROWID",
     "CREATE TABLE room(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE facts(name PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE facts(name PRIMARY KEY, value)",
     "INSERT INTO room VALUES ('', 0), ('quarantine', 0)",
     f"PRAGMA user_version = {_VERSION}",
 )
@@ -359,9 +359,10 @@ class DiskIndex:
             "SELECT block, size, used FROM records WHERE block > ? AND block < ? "
             "ORDER BY block LIMIT ?"
         )
-        at, after, rows = 0, space, [()] * _PAGE
-        while len(rows) == _PAGE:
+        at, after, more = 0, space, True
+        while more:
             rows = self._read(query, (after, space + b"\xff" * (width + 1), _PAGE), timeout)
+            more = len(rows) == _PAGE
             for block, size, used in rows:
                 after = block
                 key = block[SPACE_BYTES:]
@@ -433,8 +434,8 @@ class DiskIndex:
         """Add a note on ``space``, unless it has one or there are too many."""
 
         def work(db: sqlite3.Connection) -> None:
-            notes = _notes(dict(db.execute("SELECT name, value FROM facts")))
-            if sum(map(len, notes.values())) + len(note) <= _NOTES:
+            query = "SELECT COALESCE(SUM(LENGTH(value)), 0) FROM facts WHERE TYPEOF(name) = 'blob'"
+            if db.execute(query).fetchone()[0] + len(note) <= _NOTES:
                 db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (space, note))
 
         self.change(work, timeout)
@@ -468,7 +469,7 @@ class DiskIndex:
         return self.change(work, timeout, swept=sweep)
 
     def _facts(self, timeout: float) -> dict[Any, Any]:
-        return dict(self._read("SELECT name, value FROM facts", (), timeout))
+        return dict(self._read("SELECT name, value FROM facts ORDER BY rowid", (), timeout))
 
     # -- transactions ------------------------------------------------------------------------------
 
