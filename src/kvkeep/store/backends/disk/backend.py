@@ -101,10 +101,12 @@ class DiskBackend(Backend):
         inspecting: if set, `get` raises for an unreadable file and leaves it where it is.
 
     Thread safety: every method, from any thread and process; also after a fork. The directory must
-    be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
-    delete holds the ledger's lock for some ten microseconds. The first use of an object counts the
-    directory, under the lock if it has at most 8,192 files; the first `list` counts a larger one
-    while other processes write.
+    be on a filesystem of one machine; on a network filesystem one process can use it, and the calls
+    of others fail.
+
+    Cost: a put or delete waits for the index, for some ten microseconds; with 16 MiB of the budget
+    free, a put reserves 256 KiB ahead, which count as used, so most puts do not. The first use of a
+    directory without an index, and the first listing after a kill, look at each file.
     """
 
     scheme = "file"
@@ -174,7 +176,7 @@ class DiskBackend(Backend):
         Raises:
             OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
-            BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
+            BackendFailed: the filesystem failed, or the index was locked for too long.
         """
         size = len(record)
         assert size, "a record of no bytes"
@@ -265,10 +267,9 @@ class DiskBackend(Backend):
         return there.st_size
 
     def list(self) -> Iterator[Listed]:
-        """Yield every record, from names and file attributes alone.
+        """Yield every record, from names and the index.
 
-        The first listing also counts a large directory. Memory: 32 bytes a record of the namespace
-        being listed; while it counts, 16 more for every record.
+        Memory: 64 bytes a record of the namespace being listed.
         """
         now, odd, odd_bytes = time.time(), 0, 0
         with self._translated("listed"):
