@@ -660,6 +660,21 @@ class DiskIndex:
         with self._held(timeout):
             self._disconnect()
 
+    def hold_for_fork(self) -> bool:
+        """Wait until no thread is within SQLite: the child would inherit SQLite's own locks."""
+        return self._lock.acquire(timeout=1.0)
+
+    def release_after_fork(self) -> None:
+        """Let threads use the index again."""
+        self._lock.release()
+
+    def begin_in_child(self) -> None:
+        """Leave everything to the parent process: its connection must not be closed here."""
+        _inherited.append(self._db)
+        if self._alive is not None:
+            os.close(self._alive)
+        self._begin()
+
     def __del__(self) -> None:
         with suppress(Exception):
             if self._alive is not None:
@@ -732,24 +747,20 @@ _inherited: list[object] = []  # connections of a parent process, which a child 
 
 
 def _before_fork() -> None:
-    """Wait until no thread is within SQLite: the child would inherit SQLite's own locks."""
     _fork.acquire()
-    _forking[:] = [index for index in list(_all) if index._lock.acquire(timeout=1.0)]
+    _forking[:] = [index for index in list(_all) if index.hold_for_fork()]
 
 
 def _after_fork() -> None:
     while _forking:
-        _forking.pop()._lock.release()
+        _forking.pop().release_after_fork()
     _fork.release()
 
 
 def _in_child() -> None:
     _forking.clear()
     for index in list(_all):
-        _inherited.append(index._db)
-        if index._alive is not None:
-            os.close(index._alive)
-        index._begin()
+        index.begin_in_child()
     _fork.release()
 
 
