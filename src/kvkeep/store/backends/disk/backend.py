@@ -332,7 +332,7 @@ class DiskBackend(Backend):
             try:
                 return self._index.used(self.timeout)
             except OSError as error:
-                if error.errno not in CANNOT_WRITE:
+                if error.errno not in CANNOT_WRITE | {errno.ENOSPC}:
                     raise
             others = (self._directory.tmp, self._directory.quarantine)
             sizes = [size for path in others for _, size in regular_files(path)]

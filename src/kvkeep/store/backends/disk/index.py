@@ -346,8 +346,8 @@ class DiskIndex:
         """Return the names of namespaces that have rows, by one search each."""
         spaces: set[str] = set()
         query, after = "SELECT block FROM records WHERE block > ? ORDER BY block LIMIT 1", b""
-        while rows := self._read(query, (after,), timeout):
-            space = _checked(rows[0][0])[:SPACE_BYTES]
+        while rows := self._blocks(query, (after,), timeout):
+            space = rows[0][0][:SPACE_BYTES]
             spaces.add(space.hex())
             after = space + b"\xff" * (BLOCK_ID_BYTES - SPACE_BYTES)
         return spaces
@@ -361,7 +361,7 @@ class DiskIndex:
         )
         at, after, more = 0, space, True
         while more:
-            rows = self._read(query, (after, space + b"\xff" * (width + 1), _PAGE), timeout)
+            rows = self._blocks(query, (after, space + b"\xff" * (width + 1), _PAGE), timeout)
             more = len(rows) == _PAGE
             for block, size, used in rows:
                 after = block
@@ -377,7 +377,7 @@ class DiskIndex:
 
     def _settled(self, blocks: list[bytes], is_there: bool, timeout: float) -> list[Listed | int]:
         """Settle ``blocks`` of a namespace; return their records, and 0 for an odd file."""
-        changes = [(_checked(block), None) for block in blocks]
+        changes = [(block, None) for block in blocks]
         rows = self.change(lambda db: self._settle(db, changes, is_there), timeout)
         return [
             Listed(block, row[0], row[1] / 1e9) if row else 0
@@ -468,8 +468,24 @@ class DiskIndex:
 
         return self.change(work, timeout, swept=sweep)
 
+    def _blocks(
+        self, query: str, values: Sequence[object], timeout: float
+    ) -> list[tuple[Any, ...]]:
+        """Return rows that begin with a block. A reader does not wait for writers."""
+
+        def read(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
+            rows = db.execute(query, values).fetchall()
+            if any(type(row[0]) is not bytes or len(row[0]) != BLOCK_ID_BYTES for row in rows):
+                raise sqlite3.DatabaseError("a block id has another length")
+            return rows
+
+        with self._held(timeout):
+            return self._tried(read)
+
     def _facts(self, timeout: float) -> dict[Any, Any]:
-        return dict(self._read("SELECT name, value FROM facts ORDER BY rowid", (), timeout))
+        query = "SELECT name, value FROM facts ORDER BY rowid"
+        with self._held(timeout):
+            return self._tried(lambda db: dict(db.execute(query).fetchall()))
 
     # -- transactions ------------------------------------------------------------------------------
 
@@ -523,11 +539,6 @@ class DiskIndex:
             raise _Replaced
 
         return self._tried(transaction)
-
-    def _read(self, query: str, values: Sequence[object], timeout: float) -> list[tuple[Any, ...]]:
-        """Return rows. A reader does not wait for writers."""
-        with self._held(timeout):
-            return self._tried(lambda db: db.execute(query, values).fetchall())
 
     def _tried(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Call ``work`` with the connection; again while it is locked, lost or damaged."""
@@ -690,12 +701,6 @@ def _used(db: sqlite3.Connection) -> int:
     """Return the bytes used."""
     (used,) = db.execute("SELECT SUM(bytes) FROM room").fetchone()
     return int(used)
-
-
-def _checked(block: object) -> bytes:
-    if not isinstance(block, bytes) or len(block) != BLOCK_ID_BYTES:
-        raise sqlite3.DatabaseError("a block id has another length")
-    return block
 
 
 def _rows_of(budget: LastBudget) -> list[tuple[str, float]]:
