@@ -172,15 +172,6 @@ def test_a_format_file_cut_short_is_refused(place: Path, size: int) -> None:
     assert (place / "FORMAT").stat().st_size == size
 
 
-@pytest.mark.parametrize("content", [b"", b"kvled", b"kvledgr2" + b"\xff" * 56])
-def test_a_ledger_that_is_not_understood_is_counted_anew(place: Path, content: bytes) -> None:
-    (place / "ledger").write_bytes(content)
-    with DiskBackend(place) as backend:
-        assert backend.used() == 4096 * len(WANT["blocks"])
-    with opened(place) as store:
-        assert got(store) == 12
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"kvkeep budg", b"kvkeep budget 8192 given 1 more\n", b"kvkeep budget2 8192"]
 )

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -34,12 +35,13 @@ def prompt(who: int, family: int, length: int) -> range:
 
 def on_disk(root: Path) -> int:
     """Bytes of all files but FORMAT and the index, in whole units, without the store's help."""
-    total = 0
+    files: dict[int, int] = {}  # by inode: one may be renamed meanwhile
     for directory, _, names in os.walk(root):
-        if directory not in {str(root), str(root / "index")}:
-            for name in names:
-                total += -(-os.lstat(os.path.join(directory, name)).st_size // UNIT) * UNIT
-    return total
+        for name in names if directory not in {str(root), str(root / "index")} else ():
+            with suppress(FileNotFoundError):
+                there = os.lstat(os.path.join(directory, name))
+                files[there.st_ino] = -(-there.st_size // UNIT) * UNIT
+    return sum(files.values())
 
 
 def say(*words: object) -> None:
