@@ -8,7 +8,7 @@ The files are the truth, and `DiskIndex._settle` is the only way in which rows f
 the rows of some blocks what their files are. Whoever changes files notes their blocks as stale, and
 each transaction settles these first. Before it writes, a writer reserves bytes in its row of
 ``room``; they stay there until its records are settled. So the files never exceed the sum of
-``room``, whatever is killed, and no file is changed within a transaction.
+``room``, whatever is killed, and no record is changed within a transaction.
 
 A writer holds the lock of a file in ``tmp/`` while its row has bytes. A row without one is of a
 killed process: a sweep compares all names with all rows, and then deletes it.
