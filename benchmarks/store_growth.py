@@ -22,7 +22,7 @@ import tracemalloc
 from kvkeep.core.eviction import LRU
 from kvkeep.store import BlockStore
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.tier import ORDERED
 
 _LINKS = 30_000  # hard links that a file may have on most filesystems
@@ -93,11 +93,11 @@ def measure(path: str, count: int) -> None:
 
 
 def bytes_each(path: str, count: int) -> float:
-    """Return the memory of a catalogue of all records, divided by ``count``."""
+    """Return the memory of an index of all records, divided by ``count``."""
     tracemalloc.start()
     try:
-        catalogue = Catalogue(LRU, ordered=ORDERED, unit=4096)
-        catalogue.fill(DiskBackend(path).list())
+        index = Index(LRU, ordered=ORDERED, unit=4096)
+        index.fill(DiskBackend(path).list())
         return tracemalloc.get_traced_memory()[0] / count
     finally:
         tracemalloc.stop()

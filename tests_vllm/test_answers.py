@@ -121,10 +121,12 @@ def waits_of_worker(_: Any) -> dict[str, Any]:
 
     worker: Any = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
     worker._teller.submit(int).result(30)  # behind what was told so far
-    returns = worker.shared.store._tiered.returns
-    learner = returns.conversations.returns
+    conversations = worker.shared.store._tiered.conversations
+    learner = conversations.returns
     return {
         "waiting": [wait.turns for wait in learner],
         "returned": round(sum(learner._returns)),
-        "blocks": all(returns.waits.best(block)[1] for block in list(returns.waits._at)[-4:]),
+        "blocks": all(
+            conversations.waits.best(block)[1] for block in list(conversations.waits._at)[-4:]
+        ),
     }

@@ -66,4 +66,4 @@ def test_a_killed_engine_comes_back_warm(llama: str, cold: list[Answer], tmp_pat
     with ShmBackend(None, directory=str(tmp_path)) as backend:
         backend.check()
         assert backend.lost == 0
-        assert not backend.arena.books.holders_all.any()
+        assert not backend._rows.held(backend._rows.layout.rows).any()

@@ -82,7 +82,7 @@ def work(directory: str, who: int, seed: int, steps: int, out: int) -> None:
                 say(f"done {key} {version}")
             except OutOfRoom as short:
                 say(f"full {key}")
-                for gone, _ in backend.arena.evict(short.needed, None):
+                for gone, _ in backend.evict(short.needed):
                     say(f"evicted {gone[0]} {gone[16]}")
         elif what < 0.6:
             say(f"put {key} 0")

@@ -17,7 +17,7 @@ from kvkeep.core.errors import BackendFailed, InvalidValue
 from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.shm import ShmBackend
-from kvkeep.store.backends.shm import layout as at
+from kvkeep.store.backends.shm import segment as at
 from kvkeep.testing.backend_hooks import block_id
 
 if TYPE_CHECKING:
@@ -58,20 +58,20 @@ def test_the_holds_of_the_dead_do_not_pass_to_their_successor(
 
     def engine(out: int) -> None:
         mine = ShmBackend(None, directory=str(tmp_path))
-        slot = mine.arena._lock.slot
+        slot = mine._rows.lock.slot
         mine.lease(A)
         mine.reserve(B, 5 * UNIT)
-        mine.arena.evict(1, None, leave=True)
+        mine.evict(1, leave=True)
         os.write(out, f"{slot}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
     slots = {line for _ in range(4) for line in lines_of(*forked(engine))}
     assert len(slots) == 1, "the test wants a slot that is used again"
     with ShmBackend(None, directory=str(tmp_path)) as other:
-        assert {str(other.arena._lock.slot)} == slots
+        assert {str(other._rows.lock.slot)} == slots
         assert other.used() == UNIT
-        assert other.arena.leaving_bytes == 0
-        assert [gone for gone, _ in other.arena.evict(1, None)] == [A]
+        assert other.leaving_bytes == 0
+        assert [gone for gone, _ in other.evict(1)] == [A]
         put(other, C, bytes(16 * UNIT))
         other.delete([C])
 
@@ -95,10 +95,10 @@ def test_a_forked_process_gets_no_lease(backend: ShmBackend) -> None:
 
 def test_a_lock_that_was_stuck_is_waited_for_again(backend: ShmBackend, tmp_path: Path) -> None:
     """After a stop nobody waits until it was had once; then a busy neighbour fails no call."""
-    lock = backend.arena._lock
+    lock = backend._rows.lock
     lock.timeout = 0.2
     with ShmBackend(None, directory=str(tmp_path)) as other:
-        with other.arena._lock:
+        with other._rows.lock:
             with pytest.raises(BackendFailed, match=r"held the lock for 0\.2 s or more"):
                 put(backend, A, b"a")
             begin = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_lock_that_was_stuck_is_waited_for_again(backend: ShmBackend, tmp_path
             os.write(out, b"ready\n")
             end = time.monotonic() + 0.6
             while time.monotonic() < end:
-                with mine.arena._lock:
+                with mine._rows.lock:
                     time.sleep(0.003)
                 time.sleep(0.001)
 
@@ -148,20 +148,21 @@ def test_a_wrong_block_id_is_the_callers_mistake(backend: ShmBackend) -> None:
 # --- a damaged index -------------------------------------------------------------------------
 
 
-def _bins(backend: ShmBackend) -> None:
-    for number in range(at.BINS):
-        backend.arena.books.words[at.BIN_AT + number] = 10**9
+def _extents(backend: ShmBackend) -> None:
+    backend._rows.words[at.FREE_EXTENTS] = 10**9
+    backend._rows._free_offset[0] = 10**9
 
 
-def _generation(backend: ShmBackend) -> None:
-    backend.arena.books.words[at.GENERATION] = (1 << 63) - 1
+def _numbers(backend: ShmBackend) -> None:
+    for word in (at.GENERATION, at.PUBLISHED, at.REPAIRS, at.LOST, at.BUSY, at.HIGH):
+        backend._rows.words[word] = (1 << 63) - 1
 
 
-def _heads(backend: ShmBackend) -> None:
-    backend.arena.books.heads_all[:] = -1
+def _counts(backend: ShmBackend) -> None:
+    backend._rows.words[at.LOW] = backend._rows.layout.rows
 
 
-@pytest.mark.parametrize("damage", [_bins, _generation, _heads])
+@pytest.mark.parametrize("damage", [_extents, _numbers, _counts])
 def test_damage_fails_a_call_at_most_and_is_mended(
     backend: ShmBackend, damage: Callable[[ShmBackend], None]
 ) -> None:
@@ -191,7 +192,7 @@ def test_a_header_that_is_gone_takes_no_memory_from_its_users(
         file.write(bytes(at.HEADER_BYTES))
     with pytest.raises(InvalidValue, match="was overwritten while processes have it open"):
         ShmBackend(1 << 20, directory=str(tmp_path))
-    assert os.path.getsize(backend.path) == backend.arena.books.layout.total
+    assert os.path.getsize(backend.path) == backend._rows.layout.total
     assert get(backend, A) == b"a"
 
 

@@ -17,7 +17,8 @@ from shm_worker import CAPACITY, KEYS, block_of, forked, lines_of, record, versi
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.shm import ShmBackend
-from kvkeep.store.backends.shm import layout as at
+from kvkeep.store.backends.shm import segment as at
+from kvkeep.store.backends.shm.lock import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,10 +47,10 @@ def text(backend: ShmBackend, block: bytes) -> bytes | None:
 
 def no_holds(backend: ShmBackend) -> bool:
     """Whether no process holds an entry, once the dead are forgotten."""
-    with backend.arena:
-        backend.arena._reaped = float("-inf")
-        backend.arena._reap()
-        return not backend.arena.books.holders_all.any()
+    with backend._rows as rows:
+        rows._reaped = float("-inf")
+        rows.reap()
+        return not rows.held(rows.layout.rows).any()
 
 
 class Model:
@@ -165,8 +166,8 @@ def change(directory: str, number: int, out: int) -> None:
         backend.delete([C])  # which is leased
         backend.put(D, memoryview(record(D, 5)))
         lease.release()
-        backend.arena.evict(1, None)  # evicts E, the oldest
-        backend.arena.set_quota(A[:16], 1 << 19)
+        backend.evict(1)  # evicts E, the oldest
+        backend.set_quota(A[:16], 1 << 19)
 
     until_line(number, job, out)
 
@@ -294,7 +295,7 @@ def test_a_lease_keeps_its_bytes_from_other_processes(backend: ShmBackend, tmp_p
                 try:
                     mine.put(block_of(2, key), memoryview(bytes([key]) * STEP))
                 except OutOfRoom:
-                    mine.arena.evict(STEP, None)
+                    mine.evict(STEP)
         os.write(out, b"done\n")
 
     assert lines_of(*forked(other)) == ["done"]
@@ -323,7 +324,7 @@ def test_the_dead_keep_no_memory(backend: ShmBackend, tmp_path: Path) -> None:
     with pytest.raises(OutOfRoom):
         backend.reserve(C, CAPACITY)
     killed(pid, reading)
-    backend.arena._reaped = float("-inf")
+    backend._rows._reaped = float("-inf")
     with backend.reserve(C, CAPACITY) as draft:
         draft.commit()
     assert backend.used() == CAPACITY
@@ -336,7 +337,7 @@ def test_a_stopped_process_fails_calls_in_time(tmp_path: Path) -> None:
 
         def other(out: int) -> None:
             mine = ShmBackend(CAPACITY, directory=str(tmp_path))
-            with mine.arena:
+            with mine._rows:
                 os.write(out, b"ready\n")
                 os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -359,7 +360,7 @@ def test_a_fork_neither_uses_nor_keeps_the_lock(backend: ShmBackend, tmp_path: P
         mine.put(A, memoryview(record(A, 1)))
         lease = mine.lease(A)
         assert lease is not None
-        mine.arena.__enter__()
+        mine._rows.__enter__()
         if os.fork() == 0:
             lease.release()
             try:
@@ -381,16 +382,16 @@ def test_a_fork_neither_uses_nor_keeps_the_lock(backend: ShmBackend, tmp_path: P
 
 def test_slots_are_taken_and_given_back(backend: ShmBackend, tmp_path: Path) -> None:
     with ShmBackend(CAPACITY, directory=str(tmp_path)) as other:
-        words = backend.arena.books.words
-        slots = [words[at.SLOT_AT + slot] for slot in range(at.SLOTS)]
+        words = backend._rows.words
+        slots = [words[at.SLOT_AT + slot] for slot in range(SLOTS)]
         assert [pid for pid in slots if pid] == [os.getpid()] * 2
         other.put(A, memoryview(b"a"))
         assert text(backend, A) == b"a"
-    assert sum(map(bool, words[at.SLOT_AT : at.SLOT_AT + at.SLOTS].tolist())) == 1
+    assert sum(map(bool, words[at.SLOT_AT : at.SLOT_AT + SLOTS].tolist())) == 1
 
 
 def test_all_slots_can_be_open(tmp_path: Path) -> None:
-    opened = [ShmBackend(1 << 16, directory=str(tmp_path)) for _ in range(at.SLOTS)]
+    opened = [ShmBackend(1 << 16, directory=str(tmp_path)) for _ in range(SLOTS)]
     with pytest.raises(BackendFailed, match="256 processes"):
         ShmBackend(1 << 16, directory=str(tmp_path))
     last = opened.pop()

@@ -83,7 +83,8 @@ class DictStore:
                 yield end
                 return
 
-    def put(self, tokens, kv, start=0, *, wait=False, tail=False, tenant=None):
+    def put(self, tokens, kv, start=0, *, wait=False, tail=False, exact=None, tenant=None):
+        assert exact is None
         assert isinstance(tenant, str)
         assert start % self.block_tokens == 0
         assert kv.shape[self._at] == len(tokens) - start

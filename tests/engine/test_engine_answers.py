@@ -51,7 +51,7 @@ def serve(make_bench, prompt, tmp_path, *, family="llama", thinks=True):
         assert engine.close()
         store.check()
         figures = store.stats()
-        conversations = store._tiered.returns.conversations
+        conversations = store._tiered.conversations
         conversations.check()
         assert sum(conversations.returns._returns) == pytest.approx(TALKS, rel=0.01)
     return figures, loaded

@@ -98,6 +98,47 @@ def test_many_at_once_on_disk_alone(make_house, prompt, tmp_path, codec):
     assert house.did.cached_tokens == sum(len(text) - 1 for text in texts)
 
 
+def test_lossy_kv_reaches_no_exact_tier(make_house, prompt, tmp_path):
+    """Neither of the request that loaded it, nor of one that shares its pages; others do."""
+    lossy, exact = (
+        f"file://{tmp_path}/{name}?size=64MiB&codec={name}" for name in ("int8", "lossless")
+    )
+    text = prompt(70, 1)
+
+    def written():
+        return sum(len(file.name) == 64 for file in (tmp_path / "lossless").glob("*/*"))
+
+    make_house("memory://4MiB", lossy).ask(text)
+    house = make_house("memory://4MiB", exact, lossy)
+    with house.store() as store:
+        engine = Engine(house.bench.runner, house.bench.runner.cache(), store=store)
+        few = SamplingParams(max_tokens=20)
+        (first,) = engine.generate([text], few)
+        assert first.lossy_tokens == len(text) - 1
+        shared = np.concatenate((text[:38], prompt(40, 2)))  # parts within a page
+        (second,) = engine.generate([shared], few)
+        assert second.cached_tokens == 38
+        third = np.concatenate((shared[:61], prompt(30, 3)))
+        assert engine.generate([third], few)[0].cached_tokens == 61
+        begun = np.concatenate((text[:2], prompt(40, 6)))  # a part of a page alone
+        assert engine.generate([begun], few)[0].cached_tokens == 2
+        assert store.flush()
+        assert not written()
+        assert store.lookup(third).tokens >= len(third)  # the lossy tier has them
+        engine.generate([prompt(70, 4)], few)
+        assert store.flush()
+        assert written() >= 70 // BLOCK
+        engine.cache.evict(96)
+        other = prompt(330, 5)  # over pages that were lossy
+        engine.generate([other], few)
+        assert store.flush()
+        before = written()
+        engine.generate([np.concatenate((other[:320], prompt(2 * BLOCK, 6)))], few)
+        assert engine.close()
+        assert store.flush()
+        assert written() >= before + 2
+
+
 def test_memory_that_holds_less_than_a_prompt(make_house, prompt, tmp_path):
     block = 3 * 2 * 2 * 16 * 4 * BLOCK  # layers, K and V, heads, dim, float32
     house = make_house(f"memory://{3 * (block + 8192)}", f"file://{tmp_path}/tier?size=64MiB")

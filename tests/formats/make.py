@@ -46,7 +46,7 @@ from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
 from kvkeep.store.codecs import BlockShape, make_codec
 from kvkeep.store.codecs.encrypted import EncryptedCodec
-from kvkeep.store.identity.weights import weights_digest
+from kvkeep.store.identity.files import weights_digest
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import RecordCodec
 

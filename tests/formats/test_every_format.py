@@ -35,11 +35,11 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.shm import ShmBackend
-from kvkeep.store.backends.shm.layout import COLUMNS, Layout
+from kvkeep.store.backends.shm.segment import Layout
 from kvkeep.store.codecs import BlockShape, codec_name, make_codec
 from kvkeep.store.codecs.encrypted import load_key
 from kvkeep.store.codecs.named import codec_of
-from kvkeep.store.identity.weights import weights_digest
+from kvkeep.store.identity.files import weights_digest
 from kvkeep.store.tiers.record import HEADER_BYTES
 from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
@@ -341,8 +341,8 @@ def _arena(folder: Path) -> bytes:
     """The bytes of an arena without the times of last use."""
     content = bytearray(gzip.decompress((folder / "arena.gz").read_bytes()))
     layout = Layout.parse(content[:4096])
-    begin = layout.columns_at + 8 * layout.entries * COLUMNS.index("used")
-    content[begin : begin + 8 * layout.entries] = bytes(8 * layout.entries)
+    begin, end = layout.column_at("used"), layout.column_at("pinned")
+    content[begin:end] = bytes(end - begin)
     return bytes(content)
 
 

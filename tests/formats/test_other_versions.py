@@ -225,10 +225,10 @@ def test_an_arena_of_another_version_or_cut_short_is_refused_and_stays(tmp_path:
 
     path = arena_at(NEWEST, tmp_path)
     whole = path.read_bytes()
-    head = whole[:8] + b"\x02" + whole[9:48]
+    head = whole[:8] + b"\x03" + whole[9:48]
     newer = head + zlib.crc32(head).to_bytes(4, "little") + whole[52:]
     cut = [whole[:size] for size in (10, 100, 5000, len(whole) - 1)]
-    cases = [(newer, "version 2; this kvkeep reads 1")]
+    cases = [(newer, "version 3; this kvkeep reads 2")]
     cases += [(one, r"no shared arena|truncated") for one in cut]
     for content, said in cases:
         path.write_bytes(content)

@@ -74,6 +74,41 @@ def test_only_what_was_not_stored_is_computed(model):
         assert kept.last[:2] == (40, 32)  # where texts part, blocks count
 
 
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_lossy_kv_reaches_no_exact_tier(model, tmp_path, snapshots):
+    lossy, exact = (f"file://{tmp_path}/{name}?size=64MiB&codec={name}" for name in ("int8", "raw"))
+    ids = prompt(3 * BLOCK)
+
+    def opened(*tiers):
+        store = KVStore(
+            KVGeometry.from_config(model.config, dtype="float32"), model=model,
+            tiers=["memory://16MiB", *tiers], layout="HND", block_tokens=BLOCK, snapshots=snapshots,
+        )  # fmt: skip
+        return store, KeptModel(model, store=store, loading="all")
+
+    def written():
+        return sum(len(file.name) == 64 for file in (tmp_path / "raw").glob("*/*"))
+
+    store, kept = opened(lossy)
+    with store:
+        kept.generate(ids, max_new_tokens=2)
+    store, kept = opened(exact, lossy)
+    with store:
+        text = kept.generate(torch.cat((ids, prompt(2 * BLOCK, seed=2)), 1), max_new_tokens=BLOCK)
+        assert kept.last.loaded == 3 * BLOCK
+        assert store.flush()
+        assert not written()
+        cache, _ = kept.load(text)
+        kept.model.generate(text, past_key_values=cache, max_new_tokens=1)
+        store.clear()
+        assert kept.save(text, cache) > 0
+        assert store.flush()
+        assert not written()
+        kept.generate(prompt(2 * BLOCK, seed=3), max_new_tokens=2)
+        assert store.flush()
+        assert written()
+
+
 def test_one_token_is_always_computed(kept):
     """Else there would be no logits to choose the first new token from."""
     ids = prompt(2 * BLOCK)

@@ -185,11 +185,11 @@ def test_conversations_are_followed(family, tmp_path):
         for turn in range(3):
             text = kept.generate(text, max_new_tokens=BLOCK, do_sample=False)
             text = torch.cat((text, prompt(10, seed=9 + turn)), 1)
-        returns = kept.store._tiered.returns
-        assert len(returns.conversations) == 1
-        assert [wait.turns for wait in returns.conversations.returns] == [3]
-        assert len(returns.waits) > 0
-        returns.conversations.check()
+        conversations = kept.store._tiered.conversations
+        assert len(conversations) == 1
+        assert [wait.turns for wait in conversations.returns] == [3]
+        assert len(conversations.waits) > 0
+        conversations.check()
 
 
 def test_answers_that_later_prompts_lack_are_stored_no_longer(tmp_path):

@@ -100,7 +100,7 @@ class Real:
         """Blocks found by level."""
         sizes = [RAW] * len(keys)
         levels = self.store.locate(keys)
-        count = self.store.read(keys, sizes, lambda at, raw: None, levels=levels)
+        count = self.store.read(keys, sizes, lambda at, raw: None, levels=levels).blocks
         self.store.write(keys[count:], sizes[count:], lambda at, raw: None)
         return [levels[:count].count(level) for level in range(1 + len(self.tiers))]
 

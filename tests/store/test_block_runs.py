@@ -137,7 +137,7 @@ def test_a_run_takes_the_lock_of_the_node_once_a_step(tmp_path: Path) -> None:
     """The cost of a block of a prompt is its copy, not the lock."""
     with BlockStore("runs", tiers=[f"shm://64MiB?dir={tmp_path}"]) as store:
         backend: ShmBackend = store._tiered.memory.backend  # type: ignore[assignment]
-        lock, taken = backend.arena._lock, 0
+        lock, taken = backend._rows.lock, 0
         acquire = lock.acquire
 
         def counted() -> None:

@@ -44,7 +44,7 @@ def prompt(number: int, length: int = 4) -> range:
 def hasten(store: KVStore) -> None:
     """Let a breaker that opens try again soon."""
     for tier in store._tiered.tiers:
-        tier.breaker.pause = 0.02
+        tier.calls.pause = 0.02
 
 
 def eventually(good: Callable[[], object]) -> None:

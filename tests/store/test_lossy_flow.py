@@ -17,9 +17,8 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
 from kvkeep.store.codecs import BlockShape, make_codec
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, InexactBlocks, mark, origin
 from kvkeep.store.tiers.opening import tiering as make_tiering
-from kvkeep.store.tiers.record import HEADER_BYTES, read_header
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin, read_header
 from kvkeep.store.tiers.record_codec import NotForUs, RecordCodec
 
 SHAPE = KVGeometry(2, 2, 32, "bfloat16")
@@ -119,48 +118,35 @@ def inexact_behind(exact: int, tokens: int) -> torch.Tensor:
     return kv
 
 
-def test_what_a_caller_said_is_remembered(tmp_path):
-    """Put again without a word, or as the beginning of another prompt, it is not exact."""
-    with opened(MEMORY, disk(tmp_path / "exact"), disk(tmp_path / "lossy", codec="int8")) as store:
-        store.put(range(24), inexact_behind(10, 24), wait=True, exact=10)
-        store.put(range(28), inexact_behind(10, 28), wait=True)
-        store.put([*range(11), *range(90, 97)], inexact_behind(10, 18), wait=True)
-        assert assert_exact(tmp_path / "exact") == 2
-        store.put(range(24), truth(24), wait=True, exact=24)
-        assert assert_exact(tmp_path / "exact") == 6
-        assert torch.equal(got(store, 24)[0], truth(24))
+def test_one_lossy_read_keeps_no_other_prompt_out_of_the_exact_tier(tmp_path):
+    """What is put is exact unless the put says otherwise: of this request alone."""
+    lossy, exact = filled(tmp_path / "lossy", BLOCK), disk(tmp_path / "exact")
+    with opened(MEMORY, exact, lossy) as store:
+        found = store.get(range(BLOCK))
+        assert (found.tokens, found.exact) == (BLOCK, 0)
+        kv = inexact_behind(0, 16)
+        assert store.put(range(16), kv, wait=True, exact=found.exact).dropped == 0
+        assert not records(tmp_path / "exact")
+        assert store.stats().tiers[1].counters["drops"] == 0
+        store.clear()
+        for number in range(3):
+            other = [0, *range(100 * number + 100, 100 * number + 115)]
+            store.put(other, truth(16), wait=True)
+        assert len(records(tmp_path / "exact")) == 12
         with pytest.raises(InvalidValue, match="exact"):
             store.put(range(24), truth(24), exact=-1)
 
 
 @pytest.mark.parametrize("how", ["get", "sink"])
-@pytest.mark.parametrize("length", [24, 22])
-def test_the_beginning_of_a_block_comes_back_lossy_in_another_prompt(tmp_path, how, length):
-    """An engine shares pages that are smaller than blocks, behind a block that is exact."""
-    lossy = filled(tmp_path / "lossy", length, tail=True)
-    exact = disk(tmp_path / "exact")
+@pytest.mark.parametrize(("length", "start"), [(24, 0), (22, 0), (24, 6), (24, 5)])
+def test_a_get_says_how_much_is_exact(tmp_path, how, length, start):
+    lossy, exact = filled(tmp_path / "lossy", length, tail=True), disk(tmp_path / "exact")
     with opened(MEMORY, exact) as store:
-        store.put(range(BLOCK), truth(BLOCK), wait=True)
+        store.put(range(2 * BLOCK), truth(2 * BLOCK), wait=True)
     with opened(MEMORY, exact, lossy) as store:
-        kv = truth(40)
-        if how == "get":
-            kv[:, :, :length] = got(store, length)[0]
-        else:
-
-            def take(start, stop, part, source):
-                kv[:, :, start:stop] = part
-                return True
-
-            store.get(range(length), sink=take)
-        for same in range(BLOCK + 1, length):
-            other = [*range(same), *range(100, 140 - same)]
-            store.put(other, kv, wait=True)
-        store.put([*range(BLOCK), *range(200, 236)], truth(40), wait=True)  # shares nothing more
-        store.flush()
-    count = 0
-    for file in records(tmp_path / "exact"):
-        count += not read_header(file.read_bytes()).inexact
-    assert count == 1 + 36 // BLOCK
+        sink = (lambda *_: True) if how == "sink" else None
+        assert store.get(range(length), start, sink=sink).exact == 2 * BLOCK
+        assert store.get(range(2 * BLOCK), sink=sink).exact is None
 
 
 @pytest.mark.parametrize("tiering", TIERINGS)
@@ -168,47 +154,21 @@ def test_what_a_caller_was_given_comes_back_lossy(tmp_path, tiering):
     """An engine puts what it has: KV that it loaded, and KV that it computed behind it."""
     lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact", codec="lossless")
     with opened(MEMORY, exact, lossy, tiering=tiering) as store:
-        loaded = got(store, 24)[0]
+        loaded = store.get(range(24))
         store.clear()
         assert not records(tmp_path / "lossy")
         kv = truth(40)
-        kv[:, :, :24] = loaded
+        kv[:, :, :24] = loaded.kv
         for _ in range(3):
-            store.put(range(32), kv[:, :, :32], wait=True)
-            store.put(range(40), kv[:, :, 32:], start=32, wait=True)
+            store.put(range(32), kv[:, :, :32], wait=True, exact=loaded.exact)
+            store.put(range(40), kv[:, :, 32:], start=32, wait=True, exact=loaded.exact)
+            got(store, 40)
         store.flush()
     assert assert_exact(tmp_path / "exact") == 0
     if tiering in ("inclusive", "inclusive:2"):
         assert len(records(tmp_path / "lossy")) == 10
     with opened(MEMORY, lossy) as store:
         assert all(", int8" in name for name, _ in got(store, 40)[2])
-
-
-def test_a_tail_is_remembered_by_its_tokens(tmp_path):
-    """A longer prompt has the tail's tokens in a block of another name."""
-    lossy, exact = filled(tmp_path / "lossy", 6, tail=True), disk(tmp_path / "exact")
-    with opened(MEMORY, exact, lossy) as store:
-        loaded, count, _ = got(store, 6)
-        assert count == 6
-        store.clear()
-        kv = truth(16)
-        kv[:, :, :6] = loaded
-        store.put(range(16), kv[:, :, 4:], start=4, wait=True)
-        store.flush()
-    assert assert_exact(tmp_path / "exact") == 0
-
-
-@pytest.mark.parametrize("start", [0, 8])
-def test_a_shorter_prompt_has_the_first_tokens_of_a_lossy_block(tmp_path, start):
-    """It ends in the middle of the block, with a tail of another name."""
-    lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact")
-    with opened(MEMORY, exact, lossy) as store:
-        kv = truth(24)
-        kv[:, :, start:] = got(store, 24, start)[0]
-        for tokens in (start + 1, start + 3):
-            store.put(range(tokens), kv[:, :, :tokens], tail=True, wait=True)
-        store.flush()
-    assert_exact(tmp_path / "exact")
 
 
 def test_exact_kv_replaces_lossy_kv_in_memory(tmp_path):
@@ -238,7 +198,7 @@ def test_sources_name_the_codec(tmp_path):
         assert again == [("memory, int8", 24)]
         kv = truth(32)
         kv[:, :, :24] = loaded
-        store.put(range(32), kv, wait=True)
+        store.put(range(32), kv, wait=True, exact=0)
         assert got(store, 32)[2] == [("memory, int8", 24), ("memory, inexact", 8)]
 
 
@@ -246,7 +206,7 @@ def test_sources_name_the_codec(tmp_path):
 def test_memory_of_the_node_carries_the_mark(tmp_path):
     """Another process, with an exact tier only, finds a lossy block in the node's memory."""
     lossy, exact = filled(tmp_path / "lossy"), disk(tmp_path / "exact")
-    shared = f"shm://4MiB?name=lossy{tmp_path.name}"
+    shared = f"shm://4MiB?dir={tmp_path}"
     with opened(shared, lossy) as one, opened(shared, exact) as other:
         assert got(one, 24)[1] == 24
         for _ in range(3):
@@ -278,20 +238,6 @@ def test_an_exact_codec_in_a_lossy_tier_flags_its_records(codec):
         assert origin(final) == (EXACT if made == EXACT else BEHIND)
 
 
-def test_blocks_are_remembered_for_ever():
-    blocks = [bytes(16) + bytes([n % 256, n // 256]) * 16 for n in range(500)]
-    hashed = torch.randint(256, (4000, 48), generator=torch.Generator().manual_seed(0))
-    many = [bytes(row) for row in hashed.tolist()]
-    found = InexactBlocks()
-    assert not found
-    assert found.exact(blocks, many) == len(many)
-    found.add(many[:2000])
-    assert all(block in found for block in many[:2000])
-    assert not any(block in found for block in many[2000:])
-    assert found.exact(many[:1], many[2000:]) == 0
-    assert found.exact(many[3000:], [*many[2000:2005], many[0], many[2005]]) == 5
-
-
 class LossyFlow(RuleBasedStateMachine):
     """An engine over memory, an exact and a lossy tier: only exact KV reaches the exact tier.
 
@@ -304,6 +250,7 @@ class LossyFlow(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="kvkeep-flow-"))
         self.store: KVStore | None = None
         self.pool = truth(0)
+        self.exact: int | None = None  # leading exact tokens of the pool
 
     @initialize(tiering=st.sampled_from(TIERINGS), above=st.booleans())
     def open(self, tiering, above):
@@ -326,7 +273,7 @@ class LossyFlow(RuleBasedStateMachine):
         lossy = disk(self.folder / "lossy", codec="int8", size="1MiB")
         tiers = (exact, lossy) if above else (lossy, exact)
         self.store = opened(memory, *tiers, tiering=tiering)
-        self.pool = truth(0)
+        self.pool, self.exact = truth(0), None
 
     def close(self) -> None:
         if self.store is not None:
@@ -352,15 +299,18 @@ class LossyFlow(RuleBasedStateMachine):
         """Load what the pool lacks, of which it kept a part; compute the rest; store it."""
         self.pool = self.pool[:, :, :kept]
         have = self.pool.shape[2]
+        if self.exact is not None and self.exact >= have:
+            self.exact = None
         if have < asked:
-            kv, count, _ = got(self.store, asked, have)
-            if count:
-                self.pool = torch.cat([self.pool, kv], 2)
+            found = self.store.get(range(asked), have)
+            if found.tokens:
+                self.pool = torch.cat([self.pool, found.kv], 2)
+                self.exact = found.exact if self.exact is None else self.exact
         start = 0 if whole else self.pool.shape[2] // BLOCK * BLOCK
         self.compute(tokens)
         if start < tokens:
             kv = self.pool[:, :, start:tokens]
-            self.store.put(range(tokens), kv, start=start, tail=tail, wait=True)
+            self.store.put(range(tokens), kv, start=start, tail=tail, wait=True, exact=self.exact)
 
     @rule(tokens=st.integers(1, 40))
     def prefetch(self, tokens):

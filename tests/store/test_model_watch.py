@@ -178,19 +178,34 @@ class Factor:
         self.value = value
 
 
+class Times(Factor):
+    def __call__(self, _module, _given, out):
+        return out * self.value
+
+
 def test_what_hooks_hold(model):
-    vector, other = torch.ones(32), nn.Linear(32, 32)
+    vector, other, times = torch.ones(32), nn.Linear(32, 32), Times(1.0)
+    shift, empty = torch.ones(32), Factor(1.0)
+    del empty.value
     factor, scales = Factor(1.0), [torch.ones(3)]
     attention(model).k_proj.register_forward_hook(
         partial(lambda one, _, __, out: out * one.value, factor)
     )
     model.model.layers[0].register_forward_hook(lambda _, __, out: out + vector + other(out))
+    attention(model).v_proj.register_forward_hook(times)
+    attention(model).o_proj.register_forward_hook(
+        partial(lambda _, __, out, by: out + by, by=shift)
+    )
+    attention(model).empty = empty
     attention(model).scales = scales
     for change in (
         lambda: vector.mul_(2),
         lambda: other.weight.data.mul_(2),
         lambda: setattr(other, "bias", None),
         lambda: setattr(factor, "value", 2.0),
+        lambda: setattr(times, "value", 2.0),
+        lambda: shift.add_(1),
+        lambda: setattr(empty, "value", 2.0),
         lambda: scales[0].add_(1),
     ):
         snapshot = ModelWatch(model)

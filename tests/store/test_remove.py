@@ -356,7 +356,7 @@ def test_clear_says_which_tier_failed(place: FaultyBackend) -> None:
         place.fail("list", "delete")
         assert store.clear().failed == ("faulty",)
         place.heal()
-        store._tiered.tiers[0].breaker.of("list").succeeded()
+        store._tiered.tiers[0].calls.breaker("list").succeeded()
         assert get(store, LONG) == 0
         assert store.clear().complete
         assert list(place.inner.list()) == []
@@ -391,7 +391,7 @@ def test_a_tier_that_cannot_list_serves_nothing_that_was_cleared(
         forgotten(store)
         place.heal()
         assert kind_of(store, LONG) == ("new", 12), "the others stay hidden"
-        store._tiered.tiers[0].breaker.of("list").succeeded()
+        store._tiered.tiers[0].calls.breaker("list").succeeded()
         assert store.clear().complete
         assert get(store, LONG) == 0
         put(store, LONG, wait=True)
@@ -496,7 +496,7 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
         seen: set[str] = set()
         faults: list[BaseException] = []
         blocks = store._names_of(None).full(np.array(LONG, np.int32))
-        sizes = store._whole._form.sizes([SIZE] * len(blocks))
+        sizes = [SIZE * GQA.bytes_per_token] * len(blocks)
         rows = {
             name: numbers(GQA, LONG, tenant) for name, tenant in (("old", ""), ("new", "another"))
         }
@@ -541,8 +541,9 @@ def test_readers_see_old_or_new_and_never_a_mix(place: FaultyBackend) -> None:
 
 def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
     """A block's bytes as they lie in a tier."""
-    raw = bytearray(store._whole._form.raw_bytes(len(rows)))
-    store._whole._form.write(given(GQA, rows), memoryview(raw), len(rows))
+    form = store._forms.base
+    raw = bytearray(form.raw_bytes(len(rows)))
+    form.write(given(GQA, rows), 0, len(rows), memoryview(raw))
     return bytes(raw)
 
 

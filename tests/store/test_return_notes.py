@@ -64,7 +64,7 @@ class Talks:
 
 def waits(store: BlockStore, key: bytes) -> list[tuple[Any, ...]]:
     """The conversations that wait at a block: what is known of each."""
-    known = store._tiered.returns.waits
+    known = store._tiered.conversations.waits
     assert known is not None
     return sorted(
         (wait.turns, wait.kind, len(wait.gaps))
@@ -86,7 +86,7 @@ def test_both_stores_know_the_same(seed: int, *, asked: bool) -> None:
     assert any(waits(talks.seen, key) for key in talks.keys)
     for key in talks.keys:
         assert waits(talks.seen, key) == waits(talks.told, key)
-    seen, told = (one._tiered.returns.conversations.returns for one in (talks.seen, talks.told))
+    seen, told = (one._tiered.conversations.returns for one in (talks.seen, talks.told))
     assert len(seen) == len(told)
     seen.study(0.0)
     told.study(0.0)
@@ -104,7 +104,7 @@ def test_a_pause_is_as_long_though_it_was_noted_late() -> None:
         recorder.requested(row, keys_of(row))
         recorder.ended(row, keys_of(row), prompt=36, ended=Ended("stop"))
         store.replay().tell(recorder.take())
-        (wait,) = store._tiered.returns.conversations.returns
+        (wait,) = store._tiered.conversations.returns
         assert wait.turns == 2
         assert wait.gaps[0] >= 0.3
 
@@ -126,4 +126,16 @@ def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
     recorder.ended(row, keys_of(row), prompt=20, ended=Ended("stop"))
     with BlockStore("told", tiers=["memory://1MiB"]) as store:
         store.replay().tell(recorder.take())
-        assert len(store._tiered.returns.conversations.returns) == 0
+        assert len(store._tiered.conversations.returns) == 0
+
+
+def test_a_return_names_the_blocks_that_it_left_behind() -> None:
+    recorder = ReturnRecorder(SIZE)
+    row = np.arange(40, dtype=np.int32)
+    recorder.ended(row, keys_of(row), prompt=20, ended=Ended("stop"))
+    other = np.concatenate((row[:20], row[:20] + 1000))
+    recorder.requested(other, keys_of(other))
+    pause, over = recorder.take()
+    assert isinstance(over, returns.ReturnNote)
+    assert (over.number, over.came) == (pause.number, True)
+    assert over.keys == keys_of(row)[20 // SIZE :]

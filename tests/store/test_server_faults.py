@@ -56,7 +56,7 @@ def opened(address: str, timeout: str = SHORT, *, before: tuple[str, ...] = ()) 
     """A store behind the proxy with nothing in memory; its breaker tries again soon."""
     store = open_store(MEMORY, *before, f"valkey://{address}?timeout={timeout}")
     for tier in store._tiered.tiers:
-        tier.breaker.pause = 0.05
+        tier.calls.pause = 0.05
     return store
 
 
@@ -343,7 +343,7 @@ def test_flipped_bits(running: Server, proxy: FaultProxy, every: int) -> None:
         with open_store(MEMORY, running.url) as store:
             put(store, prompt(number), wait=True)
     with opened(proxy.address) as store:
-        store._tiered.tiers[0].breaker.limit = 1 << 30  # ask on, whatever comes
+        store._tiered.tiers[0].calls.limit = 1 << 30  # ask on, whatever comes
         for number in range(40):
             proxy.flip(every, first=every // 2 + 7 * number)
             assert get(store, prompt(number)) <= LENGTH
@@ -455,7 +455,7 @@ def test_an_object_store_that_fails(fault: int | str, monkeypatch: pytest.Monkey
             put(store, prompt(0), wait=True)
             put(store, prompt(1), wait=True)
         with open_store(MEMORY, url) as store:
-            store._tiered.tiers[0].breaker.pause = 0.05
+            store._tiered.tiers[0].calls.pause = 0.05
             assert get(store, prompt(0)) == LENGTH
             objects.fault = fault
             assert get(store, prompt(1)) == 0

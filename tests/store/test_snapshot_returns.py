@@ -9,7 +9,6 @@ import pytest
 from snapshot_kv import GEOMETRIES, SIZE, first_of, get, open_snapshots, snapshot
 
 from kvkeep.core.returns import Ended
-from kvkeep.store.kv.positions import PositionNames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +21,8 @@ FAST, NEVER = Ended("tool_use"), Ended("end_turn")
 
 def needed(store: KVStore, tokens: Sequence[int]) -> set[bytes]:
     """The ids of all records that going on behind ``tokens`` reads, by the definition."""
-    assert store._snapshots is not None
-    forms = store._snapshots._forms
-    names = PositionNames(forms, store._prompt(tokens, 0, None, None))
+    names = store._prompt(tokens, 0, None, None)
+    forms = names.forms
     count, found = len(tokens), set[bytes]()
     if forms.base is not None:
         found |= {piece.id for piece in names.base_pieces(count)}
@@ -53,7 +51,7 @@ def test_all_that_the_next_prompt_may_read_waits_for_it(
         for end in (prompt, len(text)):
             store.put_snapshot(text[:end], snapshot(store, text[:end]))
         store.ended(text, prompt=prompt, ended=FAST)
-        waits = store._tiered.returns.waits
+        waits = store._tiered.conversations.waits
         assert waits is not None
         for end in (prompt, len(text)):
             records = needed(store, text[:end])
@@ -86,10 +84,10 @@ def test_a_full_tier_keeps_conversations_that_return(name: str, tmp_path: Path) 
         now = [1000.0]
         disk = f"file://{tmp_path}/{policy}?size=512KiB&policy={policy}"
         with open_snapshots(name, f"memory://128KiB?policy={policy}", disk) as store:
-            returns = store._tiered.returns
-            returns.conversations._clock = lambda: now[0]
-            if returns.waits is not None:
-                returns.waits.clock = lambda: now[0]
+            conversations = store._tiered.conversations
+            conversations._clock = lambda: now[0]
+            if conversations.waits is not None:
+                conversations.waits.clock = lambda: now[0]
             paused: list[list[int]] = []
             total = 0
             for talk in range(150):
@@ -105,7 +103,7 @@ def test_a_full_tier_keeps_conversations_that_return(name: str, tmp_path: Path) 
                     now[0] += 1
             assert store.flush()
             store.check()
-            returns.conversations.check()
+            conversations.check()
             evicted = sum(tier.counters.get("evictions", 0) for tier in store.stats().tiers)
             assert evicted > 0
         return total

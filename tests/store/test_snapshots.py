@@ -16,8 +16,7 @@ from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.core.geometry import AttentionShape, KVGeometry, LayerGroup
 from kvkeep.store import KVStore, Put, Snapshot
 from kvkeep.store.codecs import BlockShape, Damaged, generate_key, make_codec
-from kvkeep.store.kv.names import PromptBlocks
-from kvkeep.store.kv.positions import PositionNames
+from kvkeep.store.tiers import Inclusive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +81,7 @@ def test_why_covers_a_tail_whose_state_is_gone() -> None:
     with open_snapshots("state", "memory://4MiB") as store:
         for n in (8, 11):
             put(store, n)
-        prompt = PromptBlocks(np.array(TEXT, np.int32), 0, store._names.of(None))
-        names = PositionNames(store._snapshots._forms, prompt)
+        names = store._prompt(TEXT, 0, None, None)
         store._tiered.remove([names.state(11)])
         assert store.lookup(TEXT[:11]).tokens == 8
         (miss,) = store.why(TEXT[:11], 8)
@@ -119,6 +117,18 @@ def test_a_snapshot_may_begin_where_the_last_one_ended() -> None:
         assert put(store, 50, start=45) == Put(0, 0, 5, 0), "39 … 45 are nowhere"
         assert get(store, TEXT) == 39
         assert store.why(TEXT, 39)[0].what == "dropped"
+
+
+@pytest.mark.parametrize("name", ["state", "windows", "all"])
+def test_the_snapshots_of_a_request_are_one_touch(name: str, tmp_path: Path) -> None:
+    policy = Inclusive(admit_after=2)
+    with open_snapshots(name, "memory://4MiB", disk(tmp_path), policy=policy) as store:
+        for start, stop in ((0, 12), (12, 16), (16, 21)):
+            put(store, stop, start, wait=True)
+        assert store.stats().tiers[1].blocks == 0, "no prompt was repeated"
+        assert get(store, TEXT) == 21
+        assert store.flush(10)
+        assert store.stats().tiers[1].blocks
 
 
 @pytest.mark.parametrize("how", ["damaged", "missing"])

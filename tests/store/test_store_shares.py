@@ -117,9 +117,9 @@ def test_what_all_share_goes_last(tmp_path: Path) -> None:
         flood(store, 100)
         assert found(store, [*public, 7], "b") == 10
         space = store._names.shared().space
-        order = store._tiered.tiers[0].catalogue._table.order
-        assert order.tenants is not None
-        assert order.tenants.tenant(space).claim.public
+        shares = store._tiered.tiers[0].catalogue._shares
+        assert shares is not None
+        assert shares._claim_of(shares.owner(space)).public
         assert SCOPE == "public"
 
 

@@ -185,7 +185,7 @@ def test_a_new_store_begins_anew_and_finds_everything(tmp_path: Path) -> None:
 
 def test_cleared_tenants_are_forgotten() -> None:
     with opened() as store:
-        conversations = store._tiered.returns.conversations
+        conversations = store._tiered.conversations
         for tenant in ("a", "b"):
             Chats(store, tenant=tenant).talk(2, thinks=10)
         assert len(conversations) == 2

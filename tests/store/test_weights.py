@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvkeep import InvalidValue
-from kvkeep.store.identity.weights import SPAN_BYTES, SPANS, weights_digest
+from kvkeep.store.identity.files import SPAN_BYTES, SPANS, weights_digest
 
 WHOLE = SPANS * SPAN_BYTES
 

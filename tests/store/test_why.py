@@ -17,6 +17,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
+from kvkeep.store.codecs import generate_key
 from kvkeep.store.tiers import Inclusive
 
 if TYPE_CHECKING:
@@ -56,6 +57,97 @@ def test_never() -> None:
         assert told(store, prompt(10)) == [(0, 10, "", "never", "")]
         assert told(store, prompt(10), 7) == [(7, 10, "", "never", "")]
         assert told(store, prompt(0)) == []
+
+
+def misses(store: KVStore, tokens: Any, **more: Any) -> tuple[Any, ...]:
+    """What `lookup` and `get` say of the first block that misses: the same."""
+    said = []
+    for miss in (store.lookup(tokens).miss, store.get(tokens, **more).miss):
+        assert miss is not None
+        assert (miss.at is None) == (miss.what == "never")
+        said.append((miss.start, miss.stop, miss.tier, miss.what, miss.detail))
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_a_miss_says_why() -> None:
+    with small(3) as store:
+        assert misses(store, prompt(10)) == (0, 4, "", "never", "")
+        assert misses(store, prompt(10), pays=True) == (0, 4, "", "never", "")
+        put(store, prompt(12))
+        assert store.lookup(prompt(12)).miss is store.get(prompt(12)).miss is None
+        assert misses(store, prompt(14)) == (12, 14, "", "never", "")
+        assert store.get(prompt(14), 13).miss.start == 13
+        put(store, prompt(4, 1))
+        assert misses(store, prompt(12)) == (8, 12, "memory", "evicted", "lru")
+        store.remove(prompt(12))
+        assert misses(store, prompt(12)) == (0, 4, "memory", "removed", "removed")
+        assert store.get(prompt(4, 1), sink=lambda *_: False).miss is None
+
+
+def test_a_miss_of_what_was_never_written(tmp_path: Path) -> None:
+    """For lack of touches, of a quota's room, or of a write budget's rest."""
+    with small(4, disk(tmp_path / "admission"), policy=Inclusive(2)) as store:
+        put(store, prompt(4))
+        put(store, prompt(16, 1))
+        assert misses(store, prompt(4)) == (0, 4, "file", "refused", "admission")
+    with small(8, quotas={"": 2 * 4096}) as store:
+        assert put(store, prompt(12)).dropped == 4
+        assert misses(store, prompt(12)) == (8, 12, "memory", "dropped", "quota")
+    with small(8, disk(tmp_path / "quota"), quotas={"": 2 * 4096}) as store:
+        (tier,) = store._tiered.tiers
+        tier.catalogue.set_quota(store._names_of(None).space, 4095)
+        put(store, prompt(8), wait=True)
+        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        assert misses(store, prompt(8)) == (0, 4, "file", "dropped", "quota")
+    with small(4, disk(tmp_path / "budget", writes="24KiB/day")) as store:  # a twelfth at once
+        put(store, prompt(8), wait=True)
+        put(store, prompt(16, 1), wait=True)
+        assert misses(store, prompt(8)) == (0, 4, "file", "dropped", "write budget")
+
+
+def test_a_miss_of_a_record_that_is_not_read(tmp_path: Path) -> None:
+    """It is damaged, or encrypted with another key."""
+    for name in ("ours", "theirs"):
+        generate_key(tmp_path / name)
+    url = disk(tmp_path / "d", encrypt=str(tmp_path / "ours"))
+    with open_store("memory://4MiB", url) as store:
+        put(store, prompt(8), wait=True)
+    with open_store("memory://4MiB", url.replace("ours", "theirs")) as store:
+        assert get(store, prompt(8)) == 0
+        start, stop, tier, what, detail = misses(store, prompt(8))
+        assert (start, stop, tier, what) == (0, 4, "file", "refused")
+        assert detail.startswith("the record is encrypted with the key ")
+    for file in records(tmp_path / "d"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with open_store("memory://4MiB", url) as store:
+        assert get(store, prompt(8)) == 0
+        quiet(store)
+        assert misses(store, prompt(8))[:4] == (0, 4, "file", "damaged")
+
+
+@pytest.mark.parametrize("how", ["failed", "breaker", "late"])
+def test_a_miss_of_a_tier_that_does_not_answer(how: str) -> None:
+    place = FaultyBackend(MemoryBackend(1 << 20))
+    with open_store("memory://4MiB", place) as store:
+        put(store, prompt(8), wait=True)
+        store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
+        if how == "failed":
+            place.fail("get", times=2)
+        elif how == "late":
+            place.hang("get")
+        else:
+            for _ in range(3):
+                store._tiered.tiers[0].calls.breaker("read").failed("a test")
+        found = store.get(prompt(8), deadline=0.1 if how == "late" else None)
+        place.heal()
+        miss = found.miss
+        assert found.tokens == 0
+        assert miss is not None
+        assert (miss.start, miss.stop, miss.tier) == (0, 4, "faulty")
+        assert miss.what == ("late" if how == "late" else "unavailable")
+        assert (miss.detail == "breaker") == (how == "breaker")
+        quiet(store)
 
 
 def test_what_is_there_is_passed_over() -> None:
@@ -162,12 +254,12 @@ def test_a_tier_that_is_left_alone(tmp_path: Path, after) -> None:
         if after == "restart":
             store._tiered.memory.remove(store._names_of(None).full(prompt(8)))
         for _ in range(3):
-            tier.breaker.of("read").failed("a test")
+            tier.calls.breaker("read").failed("a test")
         if after == "put":
             assert told(store, prompt(12)) == [(8, 12, "faulty", "unavailable", "breaker")]
         else:
             assert told(store, prompt(8)) == [(0, 8, "faulty", "unavailable", "breaker")]
-        tier.breaker.of("read").succeeded()
+        tier.calls.breaker("read").succeeded()
         assert get(store, prompt(8)) == 8
 
 

@@ -102,10 +102,10 @@ def test_a_read_that_succeeds_again_closes_it(bench: Bench) -> None:
     place.fail("get", times=3)
     for _ in range(3):
         assert get(store, [0]) == 0
-    assert tier.breaker.state == "open"
+    assert tier.calls.state == "open"
     until(lambda: get(store, range(4)) == 4)
-    assert tier.breaker.state == "closed"
-    assert tier.breaker.opened == 1
+    assert tier.calls.state == "closed"
+    assert tier.calls.opened == 1
 
 
 def test_writes_that_fail_are_not_made_and_reads_go_on(bench: Bench) -> None:
@@ -154,7 +154,7 @@ def test_where_deleting_fails_nothing_more_is_evicted(bench: Bench) -> None:
     assert len(tier.catalogue) >= 8 - 3
     assert tier.counters.drops == 12
     place.heal()
-    tier.breaker.of("delete").succeeded()
+    tier.calls.breaker("delete").succeeded()
     for item in place.inner.list():
         if item.block not in tier.catalogue:
             tier.catalogue.add(item.block, item.size)
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_below_is_kept_in_memory_again(bench: Bench) -> None
     place.fail("get")
     for _ in range(3):
         get(store, range(4))
-    assert tier.breaker.state == "open"
+    assert tier.calls.state == "open"
     assert put(store, range(4)).kept == [0, 1, 2, 3]
     assert get(store, range(4)) == 4
     assert place.calls["put"] == 4, "and not written twice"

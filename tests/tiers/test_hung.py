@@ -39,7 +39,7 @@ def test_a_hung_read_costs_its_timeout_and_the_next_tier_has_it(bench: Bench) ->
     took = time.monotonic() - started
     assert SHORT <= took < LONG / 10
     assert first.counters.late >= 3
-    assert first.breaker.state == "open"
+    assert first.calls.state == "open"
     assert store.tiers[1].counters.hits == 8
     # From now on it costs nothing.
     emptied_blocks = [name(number) for number in range(8)]
@@ -64,7 +64,7 @@ def test_two_hung_tiers_cost_two_timeouts_and_the_third_has_it(bench: Bench) -> 
     started = time.monotonic()
     assert get(store, range(4)) == 4
     assert 2 * SHORT <= time.monotonic() - started < LONG / 10
-    assert [tier.breaker.state for tier in store.tiers] == ["open", "open", "closed"]
+    assert [tier.calls.state for tier in store.tiers] == ["open", "open", "closed"]
 
 
 def test_two_slow_tiers_that_are_in_time_are_waited_for(bench: Bench) -> None:
@@ -80,7 +80,7 @@ def test_two_slow_tiers_that_are_in_time_are_waited_for(bench: Bench) -> None:
     assert get(store, range(12)) == 12
     assert [tier.counters.hits for tier in store.tiers] == [6, 6]
     assert [tier.counters.late for tier in store.tiers] == [0, 0]
-    assert [tier.breaker.state for tier in store.tiers] == ["closed", "closed"]
+    assert [tier.calls.state for tier in store.tiers] == ["closed", "closed"]
 
 
 @pytest.mark.parametrize("how", ["fail", "hang"])
@@ -94,14 +94,14 @@ def test_it_is_tried_again_later_and_comes_back(how: str, bench: Bench) -> None:
     place.hang("get") if how == "hang" else place.fail("get")
     for _ in range(3):
         get(store, range(4))
-    assert tier.breaker.state != "closed"
-    opened = tier.breaker.opened
-    until(lambda: not tier.breaker.blocks("read"))
+    assert tier.calls.state != "closed"
+    opened = tier.calls.opened
+    until(lambda: not tier.calls.blocks("read"))
     assert get(store, range(4)) == 0, "the try failed, too"
-    assert tier.breaker.opened > opened
+    assert tier.calls.opened > opened
     place.heal()
     until(lambda: get(store, range(4)) == 4)
-    assert tier.breaker.state == "closed"
+    assert tier.calls.state == "closed"
 
 
 def test_writes_to_a_hung_tier_are_dropped_and_memory_goes_on(bench: Bench) -> None:
@@ -114,7 +114,7 @@ def test_writes_to_a_hung_tier_are_dropped_and_memory_goes_on(bench: Bench) -> N
         assert len(put(store, range(first, first + 4)).kept) == 4
         assert get(store, range(first, first + 4)) == 4
         time.sleep(0.02)
-    assert tier.breaker.state == "open"
+    assert tier.calls.state == "open"
     assert tier.counters.drops > 0
     assert tier.counters.writes == 0
     place.heal()
@@ -175,7 +175,7 @@ def test_a_hung_tier_does_not_take_the_one_above_it_along(bench: Bench) -> None:
         if first >= 58 and tiers[0].counters.demotions_dropped:  # later on a busy machine
             break
     assert store.flush(0.0) in {True, False}
-    assert tiers[0].breaker.opened == 0, "tier 1 is well"
+    assert tiers[0].calls.opened == 0, "tier 1 is well"
     assert tiers[0].writing.wait(LONG)
     for number in there(tiers[0]):
         assert get(store, [number]) == 1

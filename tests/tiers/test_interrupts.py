@@ -15,7 +15,7 @@ from kvkeep.store import KVStore
 from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec, tiered
-from kvkeep.store.tiers.shared_read import SharedRead
+from kvkeep.store.tiers.reading import SharedRead
 from kvkeep.store.tiers.tiering import Planner
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def test_not_admitted(bench: Bench, policy) -> None:
     store = bench.store(10, tier, policy=policy)
     tier = store.tiers[0]
     put(store, [0])
-    put(store, [0])
+    get(store, [0])
     for number in range(1, 30):
         put(store, [number])
         settle(store)

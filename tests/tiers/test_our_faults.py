@@ -20,7 +20,7 @@ from tier_bench import (
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers.catalogue import Catalogue
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.states import BlockStates
 
@@ -44,8 +44,8 @@ def planted(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 WRITING: list[tuple[type, str]] = [
-    (Catalogue, "add"),
-    (Catalogue, "over_quota"),
+    (Index, "add"),
+    (Index, "over_quota"),
     (RecordCodec, "encode"),
     (BlockStates, "hides"),
 ]
@@ -77,7 +77,7 @@ def test_a_fault_of_ours_while_writing(
     assert len(planted(caplog)) == 3
     assert tier.counters.drops == 3
     assert tier.counters.errors == tier.counters.skipped_calls == 0
-    assert tier.breaker.opened == 0
+    assert tier.calls.opened == 0
     for number in range(3):
         loss = store.losses.of(name(number))
         assert loss is not None
@@ -103,7 +103,7 @@ def test_a_fault_of_ours_while_reading(
         settle(store)
     assert planted(caplog)
     assert tier.counters.errors == tier.counters.damaged == 0
-    assert tier.breaker.opened == 0
+    assert tier.calls.opened == 0
     assert get(store, range(3)) == 3
 
 
@@ -115,7 +115,7 @@ def test_a_fault_of_ours_in_the_place_of_a_record(bench: Bench) -> None:
     assert not tier.save(name(0), record)
     with pytest.raises(TypeError, match="planted"):
         tier.load(name(0), RAW, broken)  # type: ignore[arg-type]
-    assert tier.breaker.opened == tier.counters.errors == 0
+    assert tier.calls.opened == tier.counters.errors == 0
 
 
 class Wraps(MemoryBackend):
@@ -135,7 +135,7 @@ def test_a_fault_of_ours_that_a_backend_wraps(bench: Bench) -> None:
     assert not tier.save(name(0), record)
     with pytest.raises(TypeError, match="planted"):
         tier.load(name(0), RAW, broken)  # type: ignore[arg-type]
-    assert tier.breaker.opened == tier.counters.errors == 0
+    assert tier.calls.opened == tier.counters.errors == 0
     tier.backend.close()
 
 
@@ -152,7 +152,7 @@ def test_what_a_backend_raises_is_charged_to_it(
     place.fail("put", error=error)
     assert tier.save(name(0), memoryview(bytearray(PAGE)))
     assert (tier.counters.errors, tier.counters.drops) == (1, 1)
-    assert tier.breaker.of("write").state == "open"
+    assert tier.calls.breaker("write").state == "open"
     told = [record for record in caplog.records if "put" in record.getMessage()]
     assert level in {record.levelno for record in told}
     assert any(record.exc_info for record in told) == (level == logging.ERROR)
@@ -160,10 +160,10 @@ def test_what_a_backend_raises_is_charged_to_it(
 
 def test_ctrl_c_in_a_call_closes_and_charges_nothing(bench: Bench) -> None:
     tier = bench.tier(bench.memory(8), breaker_limit=1, pause=60.0)
-    calls = tier._calls
+    calls = tier.calls
     interrupt: Callable[[], None] = lambda: (_ for _ in ()).throw(KeyboardInterrupt())  # noqa: E731
     with pytest.raises(KeyboardInterrupt), calls.to("get", "read") as call:
         interrupt()
     assert call.failed
-    assert tier.breaker.opened == tier.counters.errors == 0
+    assert tier.calls.opened == tier.counters.errors == 0
     assert not calls.running

@@ -88,12 +88,11 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
     for number in range(4):
         assert not tier.save(name(number), record)
     catalogue = tier.catalogue
-    for number in (0, 1, 1, 2, 3):
-        assert catalogue.holds.hold(name(number))
+    catalogue.hold([name(number) for number in (0, 1, 1, 2, 3)], [])
     assert catalogue.pin([name(3)], 60, 8 * PAGE)
     blocks = [name(number) for number in range(4, -1, -1)]
-    assert catalogue.holds.give_up(blocks, 3 * PAGE) == [], "too few to be of use"
-    assert catalogue.holds.give_up(blocks, PAGE - 1) == [name(2)]
+    assert catalogue.give_up(blocks, 3 * PAGE) == [], "too few to be of use"
+    assert catalogue.give_up(blocks, PAGE - 1) == [name(2)]
     assert sorted(catalogue.blocks()) == [name(0), name(1), name(3)]
     catalogue.check()
 

@@ -87,23 +87,49 @@ def test_the_fastest_tier_that_has_it_is_read(bench: Bench) -> None:
     assert (fast.calls["get"], slow.calls["get"]) == (kept, 8 - kept) == (4, 4)
 
 
-@pytest.mark.parametrize("how", ["put", "get", "both"])
+@pytest.mark.parametrize("how", ["get", "touch", "both"])
 def test_admit_after_writes_at_that_touch(how: str, bench: Bench) -> None:
     place = bench.disk()
     store = bench.store(16, place, policy=Inclusive(admit_after=3))
     put(store, range(4))
     for step in range(2):
         assert everywhere(store)[1] == []
-        if how == "put" or (how == "both" and step):
-            put(store, range(4))
+        if how == "touch" or (how == "both" and not step):
+            store.used([name(number) for number in range(9)])
         else:
             assert get(store, range(4)) == 4
+        if how == "touch":
+            put(store, range(4))
     assert everywhere(store)[1] == [0, 1, 2, 3]
     assert place.calls["put"] == 4
     get(store, range(4))
-    put(store, range(4))
+    put(store, range(8))
     settle(store)
-    assert place.calls["put"] == 4
+    assert place.calls["put"] == 4, "what was not stored when it was touched, was not touched"
+
+
+@pytest.mark.parametrize("policy", [Inclusive, Exclusive])
+def test_a_request_that_puts_its_prompt_and_its_answer_is_one_touch(
+    policy: type[Inclusive | Exclusive], bench: Bench
+) -> None:
+    place = bench.disk()
+    store = bench.store(12, place, policy=policy(admit_after=2))
+    for first in range(0, 50, 5):
+        for stop in (3, 4, 5):
+            put(store, range(first, first + stop))
+            settle(store)
+    assert everywhere(store)[1] == [], "no prompt was repeated"
+    first = min(above(store))
+    assert get(store, [first]) == 1
+    put(store, range(60, 72))
+    assert everywhere(store)[1] == [first]
+
+
+def test_a_block_that_was_evicted_and_is_put_again_is_touched_again(bench: Bench) -> None:
+    store = bench.store(4, bench.disk(), policy=Inclusive(admit_after=2))
+    for number in (0, 1, 2, 3, 4, 0):
+        put(store, [number])
+    assert everywhere(store)[1] == [0]
 
 
 def test_a_prompt_that_is_put_in_parts_is_not_requested_again(bench: Bench) -> None:
@@ -278,8 +304,8 @@ def test_a_prompt_that_is_admitted_as_it_is_read_keeps_its_order(bench: Bench) -
     put(store, range(6))
     assert get(store, range(6)) == 6
     settle(store)
-    for _ in range(2):
-        put(store, range(10, 14))
+    put(store, range(10, 14))
+    assert get(store, range(10, 14)) == 4
     assert everywhere(store)[1] == [0, 1, 2, 3, 10, 11, 12, 13]
 
 

@@ -222,11 +222,11 @@ def test_a_stopped_neighbour_is_a_counted_miss(tmp_path: Path) -> None:
     keys = keys_of(1)
     with opened(tmp_path) as store:
         put(store, keys)
-        store._tiered.memory.backend.arena._lock.timeout = 0.1  # type: ignore[attr-defined]
+        store._tiered.memory.backend._rows.lock.timeout = 0.1  # type: ignore[attr-defined]
         pid = os.fork()
         if not pid:
             other = ShmBackend(None, directory=str(tmp_path))
-            other.arena.__enter__()
+            other._rows.__enter__()
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)
         os.waitpid(pid, os.WUNTRACED)

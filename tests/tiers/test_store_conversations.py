@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvkeep.core.keys import chain_keys
-from kvkeep.core.returns import Answers, Ended, Returns
+from kvkeep.core.returns import Answers, Ended
 from kvkeep.core.tokens import TOKEN_BYTES
 from kvkeep.store.tiers import Chain
 from kvkeep.store.tiers.conversations import Conversations
@@ -47,7 +47,7 @@ class Told(Conversations):
     """Conversations that write down what they learn."""
 
     def __init__(self, clock: Any) -> None:
-        super().__init__(Returns(), clock)
+        super().__init__((), clock)
         self.learned: list[tuple[Any, ...]] = []
         self.returns.tenant("a").answers = NotedAnswers(self.learned)
 
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
         self.model.append(new)
         if len([one for one in self.model if one.place == new.place]) > 16:
             self.model.remove(next(one for one in self.model if one.place == new.place))
-        wait, _ = self.real.ended(chain(tokens), len(prompt), ended, "a")
+        wait = self.real.ended(chain(tokens), len(prompt), ended, "a")
         assert [*wait.gaps] == new.gaps[-5:]
 
     @rule()

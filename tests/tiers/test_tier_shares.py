@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from catalogue_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from index_machine import BLOCKS, BUDGET, SPACES, Machine, machine_of
 
 from kvkeep import InvalidValue
 from kvkeep.core.keys import SPACE_BYTES
@@ -24,10 +24,10 @@ _UNKNOWN = "?"
 
 
 class SharesMachine(Machine):
-    """The machine of a catalogue, with shares and announcements.
+    """The machine of an index, with shares and announcements.
 
     A victim is a block of a tenant above its floor, if there is one, and in LRU of the one whose
-    oldest block was used longest ago.
+    next victim was used longest ago.
     """
 
     shares = TenantWeights(WEIGHTS, {SPACES[0]: "a"})
@@ -56,16 +56,16 @@ class SharesMachine(Machine):
 
     @rule(space=st.sampled_from(SPACES), name=st.sampled_from(NAMES))
     def announce(self, space: bytes, name: str | None) -> None:
-        self.catalogue.announce(space, name)
+        self.index.announce(space, name)
         self.name_of(space)
         self.names[space] = name
 
     @rule(space=st.sampled_from(SPACES), limit=st.integers(1, 30))
     def set_quota(self, space: bytes, limit: int) -> None:
-        self.catalogue.set_quota(space, limit)
+        self.index.set_quota(space, limit)
         self.quotas[space] = limit
 
-    @precondition(lambda self: hasattr(self, "catalogue"))
+    @precondition(lambda self: hasattr(self, "index"))
     @invariant()
     def time_passes(self) -> None:
         self.clock.now += 0.001
@@ -85,10 +85,12 @@ class SharesMachine(Machine):
             giver, above, others = self.tenant(block), *self.givers(known, candidates)
             assert giver in (above or others)
             if exact:
-                mine = [one for one in candidates if self.tenant(one) == giver]
-                assert block == mine[0]
-                assert giver not in above or min(self.known[one].used for one in mine) == min(
-                    self.known[one].used for one in candidates if self.tenant(one) in above
+                first: dict[object, bytes] = {}
+                for one in candidates:
+                    first.setdefault(self.tenant(one), one)
+                assert block == first[giver]
+                assert giver not in above or self.known[block].used == min(
+                    self.known[one].used for tenant, one in first.items() if tenant in above
                 )
             candidates.remove(block)
             known.remove(block)

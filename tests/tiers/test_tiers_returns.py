@@ -26,10 +26,10 @@ from kvkeep.store.tiers import (
     TierOptions,
     TierSpec,
 )
-from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.conversations import BlockWaits
+from kvkeep.store.tiers.block_waits import BlockWaits
+from kvkeep.store.tiers.conversations import Conversations
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record import HEADER_BYTES
-from kvkeep.store.tiers.tier_returns import TierReturns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,18 +55,18 @@ class Tier:
 
     def __init__(self, **more: int | None) -> None:
         self.now = 1000.0
-        self.catalogue = Catalogue(POLICIES["returns"], clock=lambda: self.now, **more)
-        self.returns = TierReturns([self.catalogue], lambda: self.now)
+        self.catalogue = Index(POLICIES["returns"], clock=lambda: self.now, **more)
+        self.conversations = Conversations([self.catalogue], lambda: self.now)
 
     def request(self, one: Chain, ended: Ended | None, prompt: int | None = None) -> None:
-        self.returns.requested(one)
-        self.returns.used(one.blocks)
+        self.conversations.requested(one)
+        self.conversations.used(one.blocks)
         new = [block for block in one.blocks if block not in self.catalogue]
         for block in new:
             self.catalogue.add(block, 1)
         self.catalogue.used(one.blocks, stored=True)
         if ended is not None:
-            self.returns.ended(one, one.tokens if prompt is None else prompt, ended, "a")
+            self.conversations.ended(one, one.tokens if prompt is None else prompt, ended, "a")
 
     def teach(self) -> None:
         """Tool calls return after four seconds, final answers never."""
@@ -154,9 +154,9 @@ def test_a_block_that_moved_is_worth_the_same(tiering: type[TieringPolicy]) -> N
     tiers = TierSimulator(levels, tiering(), lambda: now[0])
 
     def request(one: Chain, ended: Ended) -> int:
-        tiers.returns.requested(one)
+        tiers.conversations.requested(one)
         found = sum(tiers.request(list(one.blocks)))
-        tiers.returns.ended(one, one.tokens, ended, "a")
+        tiers.conversations.ended(one, one.tokens, ended, "a")
         return found
 
     for talk in range(100, 160):
@@ -186,12 +186,12 @@ class Real:
 
     def request(self, one: Chain, ended: Ended) -> int:
         store, blocks = self.store, list(one.blocks)
-        store.returns.requested(one)
+        store.conversations.requested(one)
         sizes = [self.raw] * len(blocks)
         levels = store.locate(blocks)
-        count = store.read(blocks, sizes, lambda at, raw: None, levels=levels)
+        count = store.read(blocks, sizes, lambda at, raw: None, levels=levels).blocks
         store.write(blocks[count:], sizes[count:], lambda at, raw: None, wait=5.0)
-        store.returns.ended(one, one.tokens, ended, "a")
+        store.conversations.ended(one, one.tokens, ended, "a")
         return count
 
 
@@ -206,10 +206,10 @@ def test_a_real_store_learns_it_too() -> None:
             real.request(chain(talk, 1), NEVER)
         assert real.request(chain(1, 2, 3, 4), NEVER) == 3
         assert real.store.memory.stats().counters["evictions"] > 0
-        waits = real.store.returns.waits
+        waits = real.store.conversations.waits
         assert isinstance(waits, BlockWaits)
         real.store.memory.check()
-        real.store.returns.conversations.check()
+        real.store.conversations.check()
     finally:
         real.store.close()
 
@@ -231,16 +231,18 @@ def test_the_victim_is_worth_least(seed: int, ordered: int | None) -> None:
         ended = chance.choice((FAST, NEVER, None))
         tier.request(chain(*talk), ended)
         if len(tier.catalogue) > 14:
-            policy, waits = tier.catalogue._table.order.shared, tier.returns.waits
+            policy, waits = tier.catalogue._shares.first, tier.conversations.waits
             assert waits is not None
             tier.now += 2.0  # as often as entries age
-            before = {**tier.catalogue._table.blocks}
+            before = {**tier.catalogue._blocks}
             (gone,) = tier.catalogue.victims(1)
             victim = before.pop(gone, None)
             if victim is None or victim.wait is None or ordered:
                 continue
             worth = -1.0 if victim.wait.over else waits.worth(victim.wait)
-            left = [one.wait for one in before.values() if one.evictable and one.wait]
+            left = [
+                one.wait for one in before.values() if not one.held and not one.pinned and one.wait
+            ]
             assert len(left) == len(policy)
             oldest: dict[int, Wait] = {}
             for wait in sorted([*left, victim.wait], key=lambda wait: wait.since):

@@ -148,7 +148,7 @@ class Worker(threading.Thread):
         if self.chance.random() < 0.1:
             more["cancelled"] = lambda: self.chance.random() < 0.2
         try:
-            count = self.store.read(blocks, sizes, sink, **more)
+            count = self.store.read(blocks, sizes, sink, **more).blocks
             assert count == handed
             assert not (count and lies), "a block of another length than it has"
             self.got += count
@@ -331,7 +331,7 @@ def at_rest(store: TieredStore) -> None:
     assert not store._reader._reads, "a flight is on its way for ever"
     assert not any(len(tier.states) for tier in store.tiers), "a mark stays for ever"
     for tier in [store.memory, *store.tiers]:
-        held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
+        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
         assert not held, "a block is held for ever"
     for tier in store.tiers:
         for work in (tier.reading, tier.writing):
@@ -348,7 +348,7 @@ def sound(tier: Tier) -> None:
     """Whatever lies in the place is what was put there: faults of a reader leave no trace."""
     assert isinstance(tier.backend, FaultyBackend)
     for item in list(tier.backend.inner.list()):
-        until(lambda: not tier.breaker.any_blocks("read"))
+        until(lambda: not tier.calls.any_blocks("read"))
         record = tier.fetch(item.block)
         assert record is not None, "a record in the place that is none"
         raw = bytes(record[-size_of(item.block) :])

@@ -36,7 +36,7 @@ def test_room_is_not_lost_to_deletions_that_failed(bench: Bench) -> None:
         place.fail("delete", times=1)
         put(store, [number], wait=LONG)
         settle(store)
-        until(lambda: not tier.breaker.any_blocks("delete"))
+        until(lambda: not tier.calls.any_blocks("delete"))
     put(store, range(200, 200 + ROOM), wait=LONG)
     settle(store)
     assert there(tier) == list(range(200, 200 + ROOM)), "all the room is usable again"

@@ -85,7 +85,7 @@ def get(
     """Read blocks and prove each byte of them; how many came."""
     blocks = [name(number, space) for number in numbers]
     got = Got(blocks, [size] * len(blocks))
-    count = store.read(blocks, got.sizes, got, **more)
+    count = store.read(blocks, got.sizes, got, **more).blocks
     assert count == got.count
     return count
 
@@ -191,9 +191,9 @@ def checked(store: TieredStore) -> None:
     assert store.memory.backend.leased == 0, "a lease was not given back"
     assert store.memory.leaving_bytes == 0
     for tier in [store.memory, *store.tiers]:
-        held = [one.block for one in tier.catalogue._table.blocks.values() if one.held]
+        held = [one.block for one in tier.catalogue._blocks.values() if one.held]
         assert not held, "a block is held for ever"
-        assert not tier.catalogue.holds._ahead, "a block that never came is held for ever"
+        assert not tier.catalogue._ahead, "a block that never came is held for ever"
     for tier in store.tiers:
         assert tier.writing.wait(0.0)
         assert tier.reading.wait(0.0)

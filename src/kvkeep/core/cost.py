@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from operator import mul
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -353,7 +354,8 @@ def _non_negative(terms: Floats, goals: Floats) -> Floats:
 
 
 def _dot(coefficients: Row, terms: Sequence[float]) -> float:
-    return sum(value * term for value, term in zip(coefficients, terms, strict=True))
+    total: float = sum(map(mul, coefficients, terms))
+    return total
 
 
 _SEED_SPANS: Final = ((0, 64), (0, 1024), (0, 8192), (8128, 8192), (4096, 8192))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 from kvkeep.core.errors import IllegalStep, InvalidValue, UnsupportedModel, require
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from transformers.generation.utils import GenerateOutput
 
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.store import Get
     from kvkeep.store.backends import Backend
 
 __all__ = ["KeptModel", "LoadedPrefix", "ReuseReport", "revision_of"]
@@ -155,6 +157,7 @@ class KeptModel:
             store.bind(self._identity)
         self.store = store
         self._rows = StoredRows(store, tenant, self._servable)
+        self._exact: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()  # of what `load` returned
         self._clock = PassClock(model, store.cost.prefill)
         self._runs: SnapshotRuns | None = None
         if store.snapshots:
@@ -194,7 +197,7 @@ class KeptModel:
             stored = self._rows.store_prompts(prefill, rows, cache, copies=settings.copies)
         if settings.copies == 1:  # of several answers, only the common prompt is stored
             sequences: Any = getattr(output, "sequences", output)
-            stored += self._rows.store_answers(settings, sequences, cache)
+            stored += self._rows.store_answers(prefill, settings, sequences, cache)
         self.last = ReuseReport(sum(map(len, rows.texts)), prefill.loaded, stored, prefill.shared)
         return output  # type: ignore[no-any-return]
 
@@ -241,13 +244,21 @@ class KeptModel:
         rows = rows_of(input_ids, attention_mask)
         if self._runs is not None:
             servable = self._servable(rows.longest)
-            loaded = self._runs.load(rows) if servable else (self._runs.caches.empty(), 0)
-            return LoadedPrefix(*loaded)
+            loaded = self._runs.load(rows) if servable else (self._runs.caches.empty(), 0, None)
+            return self._loaded(*loaded)
         prefill = Prefill(self.model, self.store.geometry, rows, clock=self._clock)
         if self._servable(rows.longest):
             prefill.load(self._get)
         tokens = min(prefill.levels) if any(prefill.known) else 0
-        return LoadedPrefix(prefill.cache(tokens), tokens)
+        ends = [(prefill.exact(row), pad) for row, pad in enumerate(rows.pads)]
+        exact = min((end + pad for end, pad in ends if end is not None), default=None)
+        return self._loaded(prefill.cache(tokens), tokens, exact)
+
+    def _loaded(self, cache: Cache, tokens: int, exact: int | None) -> LoadedPrefix:
+        """Return a cache, of which only ``exact`` leading columns are exact, for `save`."""
+        if exact is not None and exact < tokens:
+            self._exact[cache] = exact
+        return LoadedPrefix(cache, tokens)
 
     def save(
         self,
@@ -259,7 +270,8 @@ class KeptModel:
 
         ``past_key_values`` is a dynamic or static cache that the model filled while it computed the
         first of ``input_ids``, [tokens] or [rows, tokens]. Returns before the slower tiers have
-        written the KV; ``store.flush()`` waits for them.
+        written the KV; ``store.flush()`` waits for them. Of a cache that `load` returned, tiers
+        with an exact codec take the tokens before the first that came from a lossy one.
 
         Raises:
             InvalidValue: this is no cache; it holds more tokens than ``input_ids``, other rows, or
@@ -268,6 +280,7 @@ class KeptModel:
         self._check_model()
         rows = rows_of(input_ids, attention_mask)
         check_cache(past_key_values)
+        exact = self._exact.get(past_key_values)
         columns = length_of(past_key_values)
         if columns > rows.columns:
             raise InvalidValue(
@@ -279,7 +292,7 @@ class KeptModel:
         if self._runs is not None:
             if not self._servable(rows.longest + 1):
                 return 0
-            return self._runs.save(rows, past_key_values, columns)
+            return self._runs.save(rows, past_key_values, columns, exact)
         for layer in range(self.store.geometry.layers):
             first, keys, _ = held(past_key_values, layer)
             if len(keys) != len(rows.texts):
@@ -293,7 +306,13 @@ class KeptModel:
                     "returns"
                 )
         return sum(
-            self._rows.store(text, past_key_values, row, pad)
+            self._rows.store(
+                text,
+                past_key_values,
+                row,
+                pad,
+                exact=None if exact is None else max(0, exact - pad),
+            )
             for row, (text, pad) in enumerate(zip(rows.texts, rows.pads, strict=True))
             if self._servable(rows.longest + 1)
         )
@@ -340,7 +359,7 @@ class KeptModel:
         fill(given, cache)
         return given, stored
 
-    def _get(self, text: TokenArray, start: int, *, pays: bool = False) -> Any:
+    def _get(self, text: TokenArray, start: int, *, pays: bool = False) -> Get:
         """Load KV, for `Prefill`."""
         return self.store.get(text, start, tenant=self._tenant, form="tuples", pays=pays)
 

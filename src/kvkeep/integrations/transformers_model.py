@@ -11,7 +11,7 @@ import torch
 
 from kvkeep.core.errors import UnsupportedModel, require
 from kvkeep.core.geometry import KVGeometry
-from kvkeep.store.kv.records import RecordForms
+from kvkeep.store.kv.forms import RecordForms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,25 +27,29 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.integrations.transformers_model import PassClock
     from kvkeep.integrations.transformers_settings import GenerateSettings, Rows, SharedRows
-    from kvkeep.store import KVStore
+    from kvkeep.store import Get, KVStore
 
     Layers = Sequence[tuple[torch.Tensor, ...]]
-    Get = Callable[[TokenArray, int], tuple[Layers | None, int]]
-    """Return the KV of a text's longest stored prefix behind a number of tokens, and its tokens."""
+    Load = Callable[[TokenArray, int], Get]
+    """Return the KV of a text's longest stored prefix behind a number of tokens."""
 
 __all__ = ["Prefill", "StoredRows"]
 
 
 class KVSlice(NamedTuple):
-    """KV of tokens ``start`` … ``stop - 1`` of a text: K and V a layer, [heads, tokens, dim]."""
+    """KV of tokens ``start`` … ``stop - 1`` of a text: K and V a layer, [heads, tokens, dim].
+
+    From token ``exact`` on it is not exact; None: all of it is.
+    """
 
     start: int
     stop: int
     layers: Layers
+    exact: int | None = None
 
     def cut(self, stop: int) -> KVSlice:
         """Return its beginning, up to token ``stop``."""
-        return self if stop >= self.stop else KVSlice(self.start, stop, self.layers)
+        return self if stop >= self.stop else self._replace(stop=stop)
 
 
 class Prefill:
@@ -91,7 +95,12 @@ class Prefill:
         """For each row, the column up to which nothing has to be computed."""
         return [pad + known for pad, known in zip(self._rows.pads, self.known, strict=True)]
 
-    def load(self, get: Get) -> None:
+    def exact(self, row: int) -> int | None:
+        """Return how many leading tokens of a row are exact; None: all, as far as it is loaded."""
+        ends = [piece.exact for piece in self._pieces[row] if piece.exact is not None]
+        return next((end for end in ends if end < self.known[row]), None)
+
+    def load(self, get: Load) -> None:
         """Read the stored KV of all rows; rows that begin alike read their common prefix once."""
         before: dict[int, int] = {}  # row → tokens it shares with the row before it in order
         for shared in self._common:
@@ -100,10 +109,11 @@ class Prefill:
             if at and row in before:
                 self._lend(self._order[at - 1], row, before[row])
             start = self.known[row]
-            layers, count = get(self._rows.texts[row][:-1], start)
+            found = get(self._rows.texts[row][:-1], start)
+            layers, count = found
             if layers is not None:
                 moved = [tuple(part.to(self._model.device) for part in one) for one in layers]
-                self._pieces[row] += (KVSlice(start, start + count, moved),)
+                self._pieces[row] += (KVSlice(start, start + count, moved, found.exact),)
         for shared in self._common:  # and back: a later row may have loaded more
             best = max(shared.rows, key=self.known.__getitem__)
             for row in shared.rows:
@@ -230,12 +240,14 @@ class StoredRows:
         ends = [(shared.rows[0], shared.tokens) for shared in prefill.parted]
         ends += [(row, len(text) - 1) for row, text in enumerate(rows.texts)]
         return sum(
-            self.store(rows.texts[row][:end], cache, row * copies, rows.pads[row])
+            self.store(
+                rows.texts[row][:end], cache, row * copies, rows.pads[row], exact=prefill.exact(row)
+            )
             for row, end in ends
         )
 
     def store_answers(
-        self, settings: GenerateSettings, sequences: torch.Tensor, cache: Cache
+        self, prefill: Prefill, settings: GenerateSettings, sequences: torch.Tensor, cache: Cache
     ) -> int:
         """Store prompts with their answers up to the end token; return tokens newly stored."""
         columns, total = settings.rows.columns, sequences.shape[1]
@@ -243,7 +255,10 @@ class StoredRows:
             return 0
         accepted = 0
         for row, pad, text, prompt, ended in settings.answers(sequences):
-            accepted += self.store(text, cache, row, pad, stored=prompt - 1, answer=(prompt, ended))
+            accepted += self.store(
+                text, cache, row, pad,
+                stored=prompt - 1, answer=(prompt, ended), exact=prefill.exact(row),
+            )  # fmt: skip
             self._store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
         return accepted
 
@@ -256,11 +271,12 @@ class StoredRows:
         *,
         stored: int = 0,
         answer: tuple[int, Ended] | None = None,
+        exact: int | None = None,
     ) -> int:
         """Store the KV of ``text`` in row ``row`` of ``cache``, behind ``pad`` columns of padding.
 
         ``stored`` of its tokens were stored just now; windows may have dropped them from the cache.
-        ``answer`` says where an answer begins, and how it ended.
+        ``answer`` says where an answer begins, and how it ended; ``exact`` as in `KVStore.put`.
         """
         layers = [
             held(cache, layer)
@@ -281,6 +297,7 @@ class StoredRows:
         )
         begin, ended = (None, Ended()) if answer is None else (min(answer[0], tokens), answer[1])
         put = self._store.put(
-            text[:tokens], kv, start, tail=True, answer=begin, ended=ended, tenant=self._tenant
-        )
+            text[:tokens], kv, start, tail=True, answer=begin, ended=ended, exact=exact,
+            tenant=self._tenant,
+        )  # fmt: skip
         return put.tokens

@@ -15,6 +15,7 @@ computed is a position, and the end of the prompt.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from kvkeep.integrations.transformers_model import one_pass, prove
 from kvkeep.integrations.transformers_settings import shared_prefixes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import Cache, PreTrainedModel
 
     from kvkeep.core.tokens import TokenArray
@@ -42,6 +45,7 @@ class PreparedRows(NamedTuple):
         cache: to go on from; None if there is nothing in it.
         starts: for each row, the token up to which it is stored.
         loaded, shared, stored: as in `ReuseReport`.
+        exact: for each row, how many leading tokens are exact; None: all are.
     """
 
     cache: Cache | None
@@ -49,6 +53,7 @@ class PreparedRows(NamedTuple):
     loaded: int = 0
     shared: int = 0
     stored: int = 0
+    exact: Sequence[int | None] = ()
 
 
 class SnapshotRuns:
@@ -115,7 +120,7 @@ class SnapshotRuns:
             stored += new
             done[row] = snapshot, begin
         if alone and done[0][0] is None:
-            return PreparedRows(None, [0], loaded, shared, stored)
+            return PreparedRows(None, [0], loaded, shared, stored, [None])
         columns = rows.columns - last
         batch = []
         for (snapshot, _), pad in zip(done, rows.pads, strict=True):
@@ -125,7 +130,8 @@ class SnapshotRuns:
         block = self._store.block_tokens
         starts = [self._stored_to(len(text), last) // block * block for text in rows.texts]
         cache = self.caches.batch(batch, columns)
-        return PreparedRows(cache, starts, loaded, shared, stored)
+        exact = [None if snapshot is None else snapshot.exact for snapshot, _ in done]
+        return PreparedRows(cache, starts, loaded, shared, stored, exact)
 
     def _stored_to(self, tokens: int, last: int) -> int:
         """Return the token up to which a prompt of ``tokens`` was stored."""
@@ -141,6 +147,7 @@ class SnapshotRuns:
         store, end = self._store, len(text) - last
         found = store.get_snapshot(text, limit=end, tenant=self._tenant, pays=self._paying)
         begin = at = 0 if found is None else found.tokens
+        exact = None if found is None else found.exact
         reach = store.lookup(text, tenant=self._tenant).stored_tokens if self._stateful else 0
         stops = {self._stored_to(n + last, last) for n in (end, min(reach, end), *common)}
         stops = {stop for stop in stops if begin < stop <= end}
@@ -154,6 +161,7 @@ class SnapshotRuns:
             self._compute(cache, text, at, stop, chunk)
             found = self.caches.snapshot(cache, stop)
             assert found is not None
+            found = replace(found, exact=exact)
             if stop <= self._stored_to(len(text), last):
                 put = store.put_snapshot(text, found, tenant=self._tenant)
                 stored += put.tokens
@@ -194,6 +202,8 @@ class SnapshotRuns:
                 start = prepared.starts[row]
                 snapshot = self.caches.snapshot(cache, columns, start, row=row, pad=pad, stop=worth)
                 if snapshot is not None:
+                    exact = prepared.exact[row] if prepared.exact else None
+                    snapshot = replace(snapshot, exact=exact)
                     put = self._store.put_snapshot(text[:worth], snapshot, tenant=self._tenant)
                     stored += put.tokens
             self._store.ended(text, prompt=prompt, ended=ended, tenant=self._tenant)
@@ -222,8 +232,11 @@ class SnapshotRuns:
             )
             given.update(keys, values, number)
 
-    def load(self, rows: Rows) -> tuple[Cache, int]:
-        """Return a cache with the stored KV of all rows up to one column, and that column."""
+    def load(self, rows: Rows) -> tuple[Cache, int, int | None]:
+        """Return a cache with the stored KV of all rows up to one column, and that column.
+
+        Then the leading columns that are exact in all rows; None: all are.
+        """
         most = rows.columns - 1
         for _ in range(2 * len(rows.texts) + 6):
             found = [
@@ -238,12 +251,17 @@ class SnapshotRuns:
                 break
             if min(ends) == max(ends):
                 batch = [(one, pad) for one, pad in zip(found, rows.pads, strict=True) if one]
-                return self.caches.batch(batch, ends[0]), ends[0]
+                exact = min(
+                    (s.exact + pad for s, pad in batch if s.exact is not None), default=None
+                )
+                return self.caches.batch(batch, ends[0]), ends[0], exact
             most = min(ends)
-        return self.caches.empty(), 0
+        return self.caches.empty(), 0, None
 
-    def save(self, rows: Rows, cache: Cache, columns: int) -> int:
+    def save(self, rows: Rows, cache: Cache, columns: int, exact: int | None) -> int:
         """Store each row up to the last of ``columns``, which ``cache`` holds.
+
+        Only ``exact`` leading columns are exact; None: all are.
 
         Raises:
             InvalidValue: a layer of the cache has dropped tokens that are needed.
@@ -259,5 +277,7 @@ class SnapshotRuns:
                     f"the cache does not hold what is needed to go on behind {tokens} tokens; "
                     "compute with the cache that load() returns"
                 )
+            if exact is not None:
+                snapshot = replace(snapshot, exact=max(0, exact - pad))
             stored += self._store.put_snapshot(text[:tokens], snapshot, tenant=self._tenant).tokens
         return stored

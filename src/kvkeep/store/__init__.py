@@ -18,11 +18,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvkeep.store.blocks import BlockStore, Lookup, Put, StoreStats
     from kvkeep.store.identity import model_identity, weights_digest
-    from kvkeep.store.kv import KVStore, LoadChoice, LoadPiece, Prefetch, Snapshot, choose_load
+    from kvkeep.store.kv import (
+        Get,
+        KVStore,
+        LoadChoice,
+        LoadPiece,
+        Prefetch,
+        Snapshot,
+        choose_load,
+    )
     from kvkeep.store.tiers import Miss, Removed
 
 __all__ = [
     "BlockStore",
+    "Get",
     "KVStore",
     "LoadChoice",
     "LoadPiece",
@@ -42,7 +51,7 @@ _ROOMS = {
     **dict.fromkeys(("BlockStore", "Lookup", "Put", "StoreStats"), "blocks"),
     **dict.fromkeys(("model_identity", "weights_digest"), "identity"),
     **dict.fromkeys(
-        ("KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"), "kv"
+        ("Get", "KVStore", "LoadChoice", "LoadPiece", "Prefetch", "Snapshot", "choose_load"), "kv"
     ),
     **dict.fromkeys(("Miss", "Removed"), "tiers"),
 }

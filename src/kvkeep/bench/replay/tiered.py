@@ -15,10 +15,9 @@ from kvkeep.bench.replay.outcome import Outcome, ReplayWatch
 from kvkeep.bench.replay.paging import Paging
 from kvkeep.core.cost import best_prefix
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.store.tiers import Chain, TenantWeights
+from kvkeep.store.tiers import Chain, Conversations, TenantWeights
 from kvkeep.store.tiers import tiering as tiering_policy
-from kvkeep.store.tiers.catalogue import Catalogue
-from kvkeep.store.tiers.tier_returns import TierReturns
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.tiering import Planner
 from kvkeep.store.tiers.two_queues import tier_policies
 
@@ -85,7 +84,7 @@ class TierSimulator:
         lost: called with a level and the blocks that it evicted and that no level has any more.
 
     Attributes:
-        returns: follows conversations, if the ends of requests are reported to it.
+        conversations: follows conversations, if the ends of requests are reported to it.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class TierSimulator:
         self._lost = lost
         self._new = False  # whether no block of the prompt that is put was stored before
         self._levels = [_SimulatedLevel(level, clock, shares) for level in levels]
-        self.returns = TierReturns([one.catalogue for one in self._levels], clock)
+        self.conversations = Conversations([one.catalogue for one in self._levels], clock)
         self._below = range(1, len(levels))
         self.planner = Planner(policy, len(levels) - 1)
         self.memory = self._levels[0].catalogue
@@ -145,11 +144,11 @@ class TierSimulator:
         mixed = any(levels) and not all(levels)
         above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
-        self.memory.holds.hold_all(above, held)
+        self.memory.hold(above, held)
         try:
             count = self._fetch(blocks, levels)
         finally:
-            self.memory.holds.free_all(held)
+            self.memory.free(held)
         self._use(blocks[:count], stored=False)
         for block in self.planner.read(blocks[:count]):
             for level in self._below:
@@ -188,13 +187,13 @@ class TierSimulator:
                     if used:
                         self._demote_ahead()
                     level, run = self._place(blocks, len(used))
-                    admitted = self.planner.store(run)
+                    admitted = self.planner.store(run, new=level is None)
                     used += run
                     if not level:
-                        self.memory.holds.hold_all(self._copy_down(run, admitted), held)
+                        self.memory.hold(self._copy_down(run, admitted), held)
                 self._use(used, stored=True)
             finally:
-                self.memory.holds.free_all(held)
+                self.memory.free(held)
         self._demote_ahead()
 
     @contextmanager
@@ -238,7 +237,7 @@ class TierSimulator:
             self._evict(0, excess)
 
     def _use(self, blocks: Sequence[bytes], *, stored: bool) -> None:
-        self.returns.used(blocks, stored)
+        self.conversations.used(blocks, stored)
         for one in self._levels:
             one.catalogue.used(blocks, stored=stored)
 
@@ -253,7 +252,8 @@ class TierSimulator:
         if short > 0:
             self._evict(level, short)
             blocks = blocks[: room - catalogue.total_bytes]  # held blocks are not evicted
-        catalogue.add_all(blocks, 1)
+        for block in blocks:
+            catalogue.add(block, 1)
         one.writes += len(blocks)
 
     def _evict(self, level: int, needed: int) -> None:
@@ -312,7 +312,7 @@ class _SimulatedLevel:
         self, level: Level, clock: Callable[[], float], shares: TenantWeights | None
     ) -> None:
         self.level = level
-        self.catalogue = Catalogue(
+        self.catalogue = Index(
             tier_policies()[level.eviction], clock=clock, budget=level.blocks, shares=shares
         )
         self.hits = self.writes = self.evictions = self.demotions = 0
@@ -320,11 +320,11 @@ class _SimulatedLevel:
 
     def hold(self, blocks: Sequence[bytes]) -> None:
         """Protect those of ``blocks`` that are in this level from eviction until `free`."""
-        self.catalogue.holds.hold_all(blocks, self._held)
+        self.catalogue.hold(blocks, self._held)
 
     def free(self) -> None:
         """Allow all held blocks to be evicted again."""
-        self.catalogue.holds.free_all(self._held)
+        self.catalogue.free(self._held)
         self._held = []
 
 
@@ -555,7 +555,7 @@ class Requests:
     def find(self, number: int) -> list[int]:
         """Read the stored beginning of a prompt; return how many units came from each level."""
         keys = block_ids(self._workload.prompt(number), int(self._workload.namespace[number]))
-        self._simulator.returns.requested(self._chain(number, keys))
+        self._simulator.conversations.requested(self._chain(number, keys))
         return self._simulator.find(keys)
 
     def keep(self, number: int, found: int) -> Ids:
@@ -575,7 +575,7 @@ class Requests:
         whole = prompt[: tokens // work.unit_tokens]
         keys = block_ids(np.concatenate((whole, answer)), space)
         chain = self._chain(number, keys)._replace(blocks=keys, tokens=tokens + answered)
-        self._simulator.returns.ended(chain, tokens, ended, space)
+        self._simulator.conversations.ended(chain, tokens, ended, space)
         return stored
 
     def _chain(self, number: int, keys: Sequence[bytes]) -> Chain:
@@ -588,7 +588,7 @@ class Requests:
         """Return how many units of an answer are worth storing."""
         work, tokens = self._workload, int(self._workload.tokens[number])
         space, answer = int(work.namespace[number]), ended.tokens or 0
-        kept = self._simulator.returns.conversations.kept(space, answer, ended)
+        kept = self._simulator.conversations.worth(space, answer, ended)
         if kept >= answer:
             return len(work.answer(number))
         return (tokens + kept) // work.unit_tokens - tokens // work.unit_tokens

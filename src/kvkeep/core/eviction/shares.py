@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.errors import InvalidValue
-from kvkeep.core.prefix.policy import AgeQueue, EvictionPolicy
+from kvkeep.core.prefix.policy import EvictionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
-    from typing import Any
 
     import numpy.typing as npt
 
@@ -31,12 +30,10 @@ class ShareClaim(NamedTuple):
     Attributes:
         weight: of its share.
         public: whether all tenants share what it stores; that is evicted last.
-        most: what it may store at most, in the unit of `Entry.size`; None: all.
     """
 
     weight: float = 1.0
     public: bool = False
-    most: int | None = None
 
 
 class Lane:
@@ -46,13 +43,12 @@ class Lane:
     numbers its newest item in the queue of lanes; 0 while it is in none.
     """
 
-    __slots__ = ("ages", "claim", "item", "policy", "size", "tenant")
+    __slots__ = ("claim", "item", "policy", "size", "tenant")
 
     def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
         self.tenant = tenant
         self.policy = policy
         self.claim = claim
-        self.ages = AgeQueue[float]()  # the candidates by last use
         self.size = 0
         self.item = 0
 
@@ -88,8 +84,8 @@ class Shares(EvictionPolicy):
 
     A tenant's share is its weight over the weights of all tenants that have pages. Victims are
     pages of tenants that have more than ``guaranteed`` of their share: of these, the tenant whose
-    next victim is worth least gives one (`EvictionPolicy.least`), or the one with the least
-    recently used candidate. So a tenant that floods the memory evicts its own
+    next victim is worth least gives one (`EvictionPolicy.least`), or the one whose is the least
+    recently used one. So a tenant that floods the memory evicts its own
     pages and what others have beyond their shares, and no page waits unused for a tenant: what one
     leaves, others fill, and it takes its share back as it stores.
 
@@ -101,10 +97,12 @@ class Shares(EvictionPolicy):
     The policies of all tenants learn together (`EvictionPolicy.join`), as without shares. The first
     one that was made orders nothing, and is told of requests.
 
-    Memory: about 2 KiB for each tenant with pages, dropped with its last page, and 100 bytes for
-    each candidate. Cost: O(log n) of n tenants for a victim, and for a change of what a tenant
-    stores. Of many tenants above their shares, the eight farthest above are compared.
+    Memory: about 2 KiB for each tenant with pages, dropped with its last page. Cost: O(log n) of n
+    tenants for a victim, and for a change of what a tenant stores. Of many tenants above their
+    shares, the eight farthest above are compared.
     """
+
+    _lane_type: type[Lane] = Lane
 
     def __init__(
         self,
@@ -138,12 +136,8 @@ class Shares(EvictionPolicy):
 
     # --- tenants, which tiers tell by other means --------------------------------------------
 
-    def _tenant_of(self, entry: Entry) -> Hashable:
-        """Return whose entry it is."""
-        return entry.namespace
-
     def _claim_of(self, tenant: Hashable) -> ShareClaim:
-        """Return the claim of a tenant that `_tenant_of` returned."""
+        """Return the claim of a tenant, an `Entry.namespace`."""
         if tenant is None:
             return ShareClaim()
         space: Namespace = tenant  # type: ignore[assignment]
@@ -152,7 +146,7 @@ class Shares(EvictionPolicy):
     def _has_candidates(self, lane: Lane) -> bool:
         return len(lane.policy) > 0
 
-    def _age_of(self, entry: Entry) -> float:
+    def _age_of(self, entry: Entry) -> Any:
         """Return the last use of a candidate, by a clock of all tenants."""
         return entry.last_used
 
@@ -164,12 +158,12 @@ class Shares(EvictionPolicy):
         if lane is None:
             policy = self._make()
             policy.join(self.first)
-            lane = self._lanes[tenant] = Lane(tenant, policy, self._claim_of(tenant))
+            lane = self._lanes[tenant] = self._lane_type(tenant, policy, self._claim_of(tenant))
             self._weigh(lane.claim, 1)
         return lane
 
     def _lane_of(self, entry: Entry) -> Lane:
-        return self._lane(self._tenant_of(entry))
+        return self._lane(entry.namespace)
 
     def _emptied(self, lane: Lane) -> None:
         """Forget the lane of a tenant that stores nothing any longer."""
@@ -301,7 +295,6 @@ class Shares(EvictionPolicy):
     def discard(self, entry: Entry) -> None:
         lane = self._lane_of(entry)
         lane.policy.discard(entry)
-        lane.ages.remove(entry)
         self._length -= 1
 
     def pop(self) -> Entry | None:
@@ -318,15 +311,17 @@ class Shares(EvictionPolicy):
         """Remove and return the next victim of a lane; None if its policy has none."""
         entry = lane.policy.pop()
         if entry is not None:
-            lane.ages.remove(entry)
             self._length -= 1
         return entry
 
-    def _keep(self, lane: Lane) -> tuple[float, float]:
-        """Return what the next victim of a lane is worth, and the last use of its oldest one."""
-        oldest = lane.ages.oldest
-        assert oldest is not None
-        return lane.policy.least() or 0.0, oldest
+    def _keep(self, lane: Lane) -> tuple[float, Any]:
+        """Return what the next victim of a lane is worth, and its last use if that is unknown."""
+        worth = lane.policy.least()
+        if worth is not None:
+            return worth, 0
+        entry = lane.policy.peek()
+        assert entry is not None
+        return 0.0, self._age_of(entry)
 
     def portion(self, entry: Entry, most: int) -> int:
         """Return how many pages to take before its tenant is at its floor; 0.1 % at least."""
@@ -340,7 +335,6 @@ class Shares(EvictionPolicy):
 
     def _added(self, entry: Entry, lane: Lane) -> None:
         """Note that the policy of ``lane`` has one more candidate."""
-        lane.ages.push(entry, self._age_of(entry))
         self._length += 1
         if not lane.item:
             self._rank(lane)

@@ -38,7 +38,7 @@ class Entry:
         self.last_used = 0
         self.hits = 0
         self.priority = 0  # given by the request that published it
-        self.namespace: Namespace | None = None  # of its KV; None if unknown
+        self.namespace: Any = None  # of its KV, or the tenant of a block; None if unknown
         self.rank: Any = None
         self.wait: Any = None  # of a conversation that ended here: `kvkeep.core.eviction.returns`
         self.followers = 0  # waiting conversations whose runs behind this one were evicted

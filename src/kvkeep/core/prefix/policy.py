@@ -75,6 +75,13 @@ class EvictionPolicy(TreeObserver, ABC):
         del entry
         return most
 
+    def peek(self) -> Entry | None:
+        """Return the entry that `pop` would return."""
+        entry = self.pop()
+        if entry is not None:
+            self.put_back(entry)
+        return entry
+
     def least(self) -> float | None:
         """Return the worth of the next victim, to compare tenants by; None: by its last use."""
         return None
@@ -215,6 +222,14 @@ class AgeQueue(Generic[Age]):
             del self._between[entry]
         return entry
 
+    def peek(self) -> Entry | None:
+        """Return the entry that `pop` would return."""
+        line, age = self._line, self.oldest
+        if not self._between:
+            return next(iter(line), None)
+        entry: Entry = self._heap[0][2]
+        return next(iter(line)) if line and line[next(iter(line))] == age else entry
+
     def pop_until(self, age: Age) -> list[tuple[Any, Age]]:
         """Remove and return the entries of this age and older ones, with their ages."""
         line, old = self._line, []
@@ -269,7 +284,8 @@ class LRU(EvictionPolicy):
     def __init__(self) -> None:
         self._queue = AgeQueue[float]()
         if type(self) is LRU:  # a call less for each victim, and for each entry that is held
-            self.pop, self.discard = self._queue.pop, self._queue.remove  # type: ignore[method-assign]
+            queue = self._queue
+            self.pop, self.peek, self.discard = queue.pop, queue.peek, queue.remove  # type: ignore[method-assign]
 
     def add(self, entry: Entry) -> None:
         self._queue.push(entry, entry.last_used)

@@ -154,7 +154,11 @@ class EngineStep:
         sequences = [chunk.answer.running_sequence for chunk in chunks]
         if self._passes is not None:
             runner.copy(self._passes.copies())
-        runner.copy([copy for sequence in sequences for copy in sequence.copies()])
+        copies = [copy for sequence in sequences for copy in sequence.copies()]
+        if self._offload is None:
+            runner.copy(copies)
+        else:
+            self._offload.copy(copies)
         logits = self._forward(chunks)
         self._stats.steps += 1
         self._stats.computed_tokens += sum(chunk.stop - chunk.start for chunk in chunks)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from array import array
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,22 +19,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["Draft", "InPlaceBackend", "Lease", "LeaseOwner", "MemoryBackend", "copy_bytes"]
-
-_LISTED_AT_ONCE = 256
-
-
-class LeaseOwner(Protocol):
-    """A backend that gives out drafts and leases."""
-
-    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
-        """See `Draft.commit`."""
-
-    def discard(self, draft: Draft) -> None:
-        """See `Draft.discard`."""
-
-    def release(self, lease: Lease) -> None:
-        """See `Lease.release`."""
+__all__ = ["Draft", "InPlaceBackend", "Lease", "MemoryBackend"]
 
 
 class Lease:
@@ -47,24 +31,20 @@ class Lease:
     Attributes:
         view: the record, read-only and aligned.
         place: the same bytes, writable, for an owner that changes only bytes no reader uses.
-        row: the record's row in the backend; -1 after `release`.
-        generation: of the record, where rows are reused by other processes; else 0.
+        record: by what the backend knows the record; None after `release`.
     """
 
-    __slots__ = ("_backend", "generation", "place", "row", "view")
+    __slots__ = ("_backend", "place", "record", "view")
 
-    def __init__(
-        self, backend: LeaseOwner, row: int, place: memoryview, generation: int = 0
-    ) -> None:
+    def __init__(self, backend: InPlaceBackend, record: Any, place: memoryview) -> None:
         self._backend = backend
-        self.row = row
-        self.generation = generation
+        self.record = record
         self.place = place
         self.view = place.toreadonly()
 
     def release(self) -> None:
         """End the access. A second call does nothing."""
-        self._backend.release(self)
+        self._backend.release_all([self])
 
     def __enter__(self) -> Self:
         return self
@@ -81,25 +61,18 @@ class Draft:
 
     Attributes:
         block: where the record will be found.
-        offset: of ``view`` in the arena; its entry in a shared one.
+        record: by what the backend knows the record.
         pending: whether it was neither committed nor discarded yet.
-        generation: as that of a `Lease`.
     """
 
-    __slots__ = ("_backend", "block", "generation", "offset", "pending", "view")
+    __slots__ = ("_backend", "block", "pending", "record", "view")
 
     def __init__(
-        self,
-        backend: LeaseOwner,
-        block: bytes,
-        offset: int,
-        view: memoryview,
-        generation: int = 0,
+        self, backend: InPlaceBackend, block: bytes, record: Any, view: memoryview
     ) -> None:
         self._backend = backend
         self.block = block
-        self.offset = offset
-        self.generation = generation
+        self.record = record
         self.pending = True
         self.view = view
 
@@ -112,11 +85,13 @@ class Draft:
             IllegalStep: it was committed or discarded before.
             BackendFailed: the backend was closed; the draft is discarded.
         """
-        return self._backend.commit(self, lease=lease)
+        leases = self._backend.commit_all([self], lease=lease)
+        return leases[0] if lease else None
 
     def discard(self) -> None:
         """Free the memory. Does nothing after `commit` or `discard`."""
-        self._backend.discard(self)
+        if self.pending:
+            self._backend.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -126,74 +101,63 @@ class Draft:
 
 
 class InPlaceBackend(Backend):
-    """A backend whose records are memory of this process: written and read in place."""
+    """A backend whose records are memory of this process: written and read in place.
 
-    @abstractmethod
+    Calls take several records at once, for less than the sum of the costs.
+    """
+
     def reserve(self, block: bytes, size: int) -> Draft:
-        """Return memory for a record of ``size`` bytes, to be filled and committed.
+        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
+
+        It counts as used at once. An older record of ``block`` stays until the commit.
 
         Raises:
-            OutOfRoom: there is not enough free memory; nothing changed.
+            OutOfRoom: no free extent is large enough; nothing changed. ``needed`` is the number of
+                bytes to free before a retry: the missing ones, or the record's whole size if enough
+                is free but fragmented. If it exceeds ``capacity``, the record can never be stored.
+            BackendFailed: it is closed, say.
         """
+        return self.reserve_all([block], [size])[0]
 
     @abstractmethod
-    def lease(self, block: bytes) -> Lease | None:
-        """Return access to the record of ``block`` in place; None if it is missing."""
-
-    # Several at once: for less than the sum of the costs, where a backend overrides them.
-
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
         """`reserve` leading ``blocks``, up to the first without room; at least one.
 
         Raises:
-            OutOfRoom: there is not enough free memory for the first; nothing changed.
+            OutOfRoom: there is no room for the first.
         """
-        drafts: list[Draft] = []
-        for block, size in zip(blocks, sizes, strict=True):
-            try:
-                drafts.append(self.reserve(block, size))
-            except OutOfRoom:
-                if not drafts:
-                    raise
-                break
-        return drafts
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
-        """Commit ``drafts`` in order; return a lease on each.
+    @abstractmethod
+    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
+        """Commit ``drafts`` in order; return a lease on each, or none.
 
         Raises:
             IllegalStep: one was committed or discarded before; nothing changed.
             BackendFailed: it was closed, say; all drafts have ended, the first may be committed.
         """
-        if not all(draft.pending for draft in drafts):
-            raise IllegalStep("one of these drafts was committed or discarded before")
-        leases: list[Lease] = []
-        try:
-            for draft in drafts:
-                lease = draft.commit(lease=True)
-                assert lease is not None
-                leases.append(lease)
-        except BackendFailed:
-            self.release_all(leases)
-            for draft in drafts:
-                draft.discard()
-            raise
-        return leases
 
+    @abstractmethod
+    def discard(self, draft: Draft) -> None:
+        """Free the memory of a draft that is pending."""
+
+    def lease(self, block: bytes) -> Lease | None:
+        """Return access to the record of ``block`` in place; None if it is missing.
+
+        A block may have any number of leases. Release each of them.
+
+        Raises:
+            BackendFailed: it is closed, say.
+        """
+        leases = self.lease_all([block])
+        return leases[0] if leases else None
+
+    @abstractmethod
     def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
         """`lease` leading ``blocks``, up to the first that is missing."""
-        leases: list[Lease] = []
-        for block in blocks:
-            lease = self.lease(block)
-            if lease is None:
-                break
-            leases.append(lease)
-        return leases
 
+    @abstractmethod
     def release_all(self, leases: Sequence[Lease]) -> None:
         """Release ``leases`` of this backend."""
-        for lease in leases:
-            lease.release()
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Copy ``record`` into new memory, then replace the older record of ``block``.
@@ -204,7 +168,7 @@ class InPlaceBackend(Backend):
             OutOfRoom: see `reserve`; nothing changed.
         """
         with self.reserve(block, record.nbytes) as draft:
-            copy_bytes(record, draft.view)
+            _copy(record, draft.view)
             draft.commit()
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
@@ -214,8 +178,24 @@ class InPlaceBackend(Backend):
             return None
         with lease:
             target = room(lease.view.nbytes)
-            copy_bytes(lease.view, target)
+            _copy(lease.view, target)
             return target
+
+
+class _Record:
+    """A draft, or a record: where it is, when it was used, how many leases it has.
+
+    A leased record whose block is deleted or replaced stays, unnamed, until its release.
+    """
+
+    __slots__ = ("leases", "named", "offset", "size", "used")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.used = 0.0
+        self.leases = 0
+        self.named = False
 
 
 class MemoryBackend(InPlaceBackend):
@@ -228,7 +208,7 @@ class MemoryBackend(InPlaceBackend):
     Thread safety: all methods. One lock, held for the bookkeeping of one call, never during a copy.
     A reader holds a lease while it copies, so `delete` and replacing records do not disturb it.
 
-    Cost: a dict entry and a row of four numbers per record, no object. `lease` with `release`, and
+    Cost: a dict entry and an object per record, about 250 bytes. `lease` with `release`, and
     `reserve` with `commit`, take a few µs.
     """
 
@@ -243,14 +223,7 @@ class MemoryBackend(InPlaceBackend):
         self.capacity: int = self.arena.size
         self._lock = threading.Lock()
         self._closed = False
-        self._rows: dict[bytes, int] = {}  # block → row
-        # By row. A leased row whose block is deleted or replaced stays, unnamed, until its release.
-        self._offsets = array("q")
-        self._sizes = array("q")
-        self._used = array("d")
-        self._leases = array("q")
-        self._named = bytearray()
-        self._spare: list[int] = []  # rows to reuse
+        self._records: dict[bytes, _Record] = {}
         self._drafted = 0
         self._leased = 0
 
@@ -277,47 +250,81 @@ class MemoryBackend(InPlaceBackend):
 
     # -- access in place --------------------------------------------------------------------------
 
-    def reserve(self, block: bytes, size: int) -> Draft:
-        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
-
-        It counts as used at once. An older record of ``block`` stays until the commit.
-
-        Raises:
-            OutOfRoom: no free extent is large enough. ``needed`` is the number of bytes to free
-                before a retry: the missing ones, or the record's whole size if enough is free but
-                fragmented. If it exceeds ``capacity``, the record can never be stored.
-        """
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+        drafts: list[Draft] = []
+        arena = self.arena
         with self._lock:
             self._check_open()
-            offset = self.arena.allocate(size)
-            if offset is None:
-                taken, free = self.arena.extent(size), self.arena.free_bytes
+            for block, size in zip(blocks, sizes, strict=True):
+                offset = arena.allocate(size)
+                if offset is None:
+                    break
+                self._drafted += arena.extent(size)
+                drafts.append(Draft(self, block, _Record(offset, size), arena.view(offset, size)))
+            if not drafts:
+                taken, free = arena.extent(sizes[0]), arena.free_bytes
                 possible = free < taken <= self.capacity
                 raise OutOfRoom(taken - free if possible else taken, self.describe())
-            self._drafted += self.arena.extent(size)
-            return Draft(self, block, offset, self.arena.view(offset, size))
+        return drafts
 
-    def lease(self, block: bytes) -> Lease | None:
-        """Return access to the record of ``block`` in place; None if it is missing.
+    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
+        with self._lock:
+            for draft in drafts:
+                if not draft.pending:
+                    raise IllegalStep("this draft was committed or discarded before")
+            if self._closed:
+                for draft in drafts:
+                    self._end_draft(draft)
+                    self._free(draft.record)
+                self._check_open()
+            now = time.time()
+            for draft in drafts:
+                record = self._end_draft(draft)
+                record.used, record.named = now, True
+                older = self._records.get(draft.block)
+                self._records[draft.block] = record  # `contains` must not miss it at any instant
+                if older is not None:
+                    self._unname(older)
+            return [self._lease(draft.record, draft.view) for draft in drafts if lease]
 
-        A block may have any number of leases. Release each of them.
-        """
+    def discard(self, draft: Draft) -> None:
+        with self._lock:
+            if draft.pending:
+                self._free(self._end_draft(draft))
+
+    def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
+        leases: list[Lease] = []
         with self._lock:
             self._check_open()
-            row = self._rows.get(block)
-            return None if row is None else self._lease(row)
+            for block in blocks:
+                record = self._records.get(block)
+                if record is None:
+                    break
+                leases.append(self._lease(record, self.arena.view(record.offset, record.size)))
+        return leases
+
+    def release_all(self, leases: Sequence[Lease]) -> None:
+        with self._lock:
+            for lease in leases:
+                record, lease.record = lease.record, None
+                if record is not None:
+                    record.leases -= 1
+                    if not record.leases:
+                        self._leased -= self.arena.extent(record.size)
+                        if not record.named:
+                            self._free(record)
 
     def contains(self, block: bytes) -> bool:
         """Whether ``block`` has a record."""
-        return block in self._rows
+        return block in self._records
 
     # -- the contract -----------------------------------------------------------------------------
 
     def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
         """Return the sizes in bytes, as they were put."""
         with self._lock:
-            rows = map(self._rows.get, blocks)
-            return [None if row is None else self._sizes[row] for row in rows]
+            records = map(self._records.get, blocks)
+            return [None if record is None else record.size for record in records]
 
     def delete(self, blocks: Sequence[bytes]) -> int:
         """Delete records; return their sizes in bytes.
@@ -331,24 +338,19 @@ class MemoryBackend(InPlaceBackend):
     def list(self) -> Iterator[Listed]:
         """Yield the records that exist now and still exist at their turn."""
         with self._lock:
-            blocks = [*self._rows]
-        for start in range(0, len(blocks), _LISTED_AT_ONCE):
-            with self._lock:
-                found = [
-                    Listed(block, self._sizes[row], self._used[row])
-                    for block in blocks[start : start + _LISTED_AT_ONCE]
-                    if (row := self._rows.get(block)) is not None
-                ]
-            yield from found
+            records = [*self._records.items()]
+        for block, record in records:
+            if record.named:
+                yield Listed(block, record.size, record.used)
 
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
         """Record the times of use."""
         now = time.time()
         with self._lock:
             for at, block in enumerate(blocks):
-                row = self._rows.get(block)
-                if row is not None:
-                    self._used[row] = now if used is None else max(self._used[row], used[at])
+                record = self._records.get(block)
+                if record is not None:
+                    record.used = now if used is None else max(record.used, used[at])
 
     def used(self) -> int:
         """Return the bytes of records, of drafts, and of deleted records that are still leased."""
@@ -370,7 +372,7 @@ class MemoryBackend(InPlaceBackend):
             if self._closed:
                 return
             self._closed = True
-            for block in [*self._rows]:
+            for block in [*self._records]:
                 self._drop(block)
             self.arena.close()
 
@@ -379,23 +381,19 @@ class MemoryBackend(InPlaceBackend):
         return f"memory://{format_bytes(self.capacity).replace(' ', '')}"
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._records)
 
     def check(self) -> None:
-        """Assert that rows, drafts, leases and the arena agree."""
+        """Assert that records, drafts, leases and the arena agree."""
         with self._lock:
             self.arena.check()
-            extent = self.arena.extent
-            rows = set(range(len(self._offsets))) - set(self._spare)
-            assert len(rows) == len(self._offsets) - len(self._spare), "a row is spare twice"
-            named = {row for row in rows if self._named[row]}
-            assert sorted(self._rows.values()) == sorted(named), "names and rows differ"
-            leased = {row for row in rows if self._leases[row]}
-            assert rows == named | leased, "a row is neither named nor leased"
-            assert self._leased == sum(extent(self._sizes[row]) for row in leased)
-            held = sum(extent(self._sizes[row]) for row in rows)
+            records, extent = [*self._records.values()], self.arena.extent
+            assert all(record.named for record in records), "a deleted record has a name"
+            leased = sum(extent(record.size) for record in records if record.leases)
+            assert leased <= self._leased
+            held = sum(extent(record.size) for record in records) + self._leased - leased
             assert self.used() == held + self._drafted, "room is lost, or given out twice"
-            assert len({self._offsets[row] for row in rows}) == len(rows), "two rows in one place"
+            assert len({record.offset for record in records}) == len(records), "two in one place"
 
     # -- under the lock ---------------------------------------------------------------------------
 
@@ -403,83 +401,35 @@ class MemoryBackend(InPlaceBackend):
         if self._closed:
             raise BackendFailed(f"{self.describe()} is closed")
 
-    def _lease(self, row: int) -> Lease:
-        if not self._leases[row]:
-            self._leased += self.arena.extent(self._sizes[row])
-        self._leases[row] += 1
-        view = self.arena.view(self._offsets[row], self._sizes[row])
-        return Lease(self, row, view)
+    def _end_draft(self, draft: Draft) -> _Record:
+        draft.pending = False
+        record: _Record = draft.record
+        self._drafted -= self.arena.extent(record.size)
+        return record
+
+    def _lease(self, record: _Record, view: memoryview) -> Lease:
+        if not record.leases:
+            self._leased += self.arena.extent(record.size)
+        record.leases += 1
+        return Lease(self, record, view)
 
     def _drop(self, block: bytes) -> int:
         """Remove ``block``; return the bytes of its record."""
-        row = self._rows.pop(block, None)
-        return 0 if row is None else self._unname(row)
+        record = self._records.pop(block, None)
+        if record is None:
+            return 0
+        self._unname(record)
+        return record.size
 
-    def _unname(self, row: int) -> int:
-        self._named[row] = False
-        if not self._leases[row]:
-            self._free(row)
-        return self._sizes[row]
+    def _unname(self, record: _Record) -> None:
+        record.named = False
+        if not record.leases:
+            self._free(record)
 
-    def _free(self, row: int) -> None:
-        self.arena.free(self._offsets[row], self._sizes[row])
-        self._spare.append(row)
-
-    def _new_row(self) -> int:
-        if self._spare:
-            return self._spare.pop()
-        for column in (self._offsets, self._sizes, self._leases, self._named):
-            column.append(0)
-        self._used.append(0.0)
-        return len(self._offsets) - 1
-
-    # -- drafts and leases ------------------------------------------------------------------------
-
-    def commit(self, draft: Draft, *, lease: bool) -> Lease | None:
-        """See `Draft.commit`."""
-        with self._lock:
-            if not draft.pending:
-                raise IllegalStep("this draft was committed or discarded before")
-            if self._closed:
-                self._drop_draft(draft)
-                self._check_open()
-            size = draft.view.nbytes
-            draft.pending = False
-            self._drafted -= self.arena.extent(size)
-            row = self._new_row()
-            self._offsets[row], self._sizes[row] = draft.offset, size
-            self._used[row], self._named[row] = time.time(), True
-            older = self._rows.get(draft.block)
-            self._rows[draft.block] = row  # `contains` must not see it missing at any instant
-            if older is not None:
-                self._unname(older)
-            return self._lease(row) if lease else None
-
-    def discard(self, draft: Draft) -> None:
-        """See `Draft.discard`."""
-        with self._lock:
-            if draft.pending:
-                self._drop_draft(draft)
-
-    def _drop_draft(self, draft: Draft) -> None:
-        draft.pending = False
-        size = draft.view.nbytes
-        self._drafted -= self.arena.extent(size)
-        self.arena.free(draft.offset, size)
-
-    def release(self, lease: Lease) -> None:
-        """See `Lease.release`."""
-        with self._lock:
-            row, lease.row = lease.row, -1
-            if row < 0:
-                return
-            self._leases[row] -= 1
-            if not self._leases[row]:
-                self._leased -= self.arena.extent(self._sizes[row])
-                if not self._named[row]:
-                    self._free(row)
+    def _free(self, record: _Record) -> None:
+        self.arena.free(record.offset, record.size)
 
 
-def copy_bytes(source: memoryview, target: memoryview) -> None:
+def _copy(source: memoryview, target: memoryview) -> None:
     """Copy all of ``source``. NumPy releases the GIL; assigning to a memoryview does not."""
     np.copyto(np.asarray(target), np.asarray(source))

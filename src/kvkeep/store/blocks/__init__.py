@@ -1,11 +1,10 @@
 """`BlockStore`: opaque bytes under block keys, over tiers; and the base that `KVStore` shares.
 
 store.py    BlockStore
-base.py     what both stores have: life cycle, page-locked memory, sharing by name
+base.py     what both stores have: life cycle, page-locked memory, sharing by name, the log
 returns.py  follows conversations by their blocks, also for stores in other processes
 shared.py   the shared stores of a process, by name
 stats.py    results and statistics; in which tiers blocks lie
-timing.py   how long each put and get took, for the log
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from kvkeep.store.blocks.shared import ClosedUse, SharedStores
 from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
-from kvkeep.store.blocks.timing import Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from kvkeep.store.backends.memory import MemoryBackend
@@ -45,7 +45,7 @@ class Store:
     def __init__(self, tiered: TieredStore, unit: str) -> None:
         self.cost = tiered.cost
         self._tiered = tiered
-        self._timing = Timing(unit)
+        self._unit = unit  # of what the log counts
         self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory
         self._shared_as: list[str] = []  # the name of a shared store until its user closes it
 
@@ -59,6 +59,34 @@ class Store:
     def _pin_memory(self) -> None:
         if not self._unpin:
             self._unpin.append(pin_memory(self._tiered.memory.backend))
+
+    def _begin(self) -> float:
+        """Return the start time of a put or get, or 0.0 if it is not to be logged."""
+        return time.perf_counter() if _LOG.isEnabledFor(logging.DEBUG) else 0.0
+
+    def _log(
+        self,
+        began: float,
+        what: Literal["put", "get"],
+        *,
+        asked: int,
+        moved: int,
+        size: int,
+        tiers: Sequence[tuple[str, int]],
+    ) -> None:
+        """Log an operation for which `_begin` returned ``began``, not 0.
+
+        ``moved`` of the ``asked`` tokens or blocks, of ``size`` bytes, were stored or returned:
+        ``tiers`` has ``(tier, moved)`` in order. A put names the first tier only; slower tiers are
+        written later.
+        """
+        seconds = time.perf_counter() - began
+        _LOG.debug(
+            "%s %d of %d %s, %d bytes in %.6f s, %.2f GB/s, %s",
+            what, moved, asked, self._unit, size, seconds,
+            size / 1e9 / seconds if seconds > 0 else 0.0,
+            ", ".join(f"{name} {count}" for name, count in tiers) or "nowhere",
+        )  # fmt: skip
 
     @property
     def _places(self) -> str:

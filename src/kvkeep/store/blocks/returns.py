@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.returns import Returns
-from kvkeep.store.tiers import Chain, TierReturns
+from kvkeep.core.returns import Ended
+from kvkeep.store.tiers.conversations import Chain, Conversations
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from kvkeep.core.returns import Ended, Wait
+    from kvkeep.core.returns import Wait
     from kvkeep.core.tokens import TokenArray
+    from kvkeep.store.tiers.conversations import Conversation
 
 __all__ = [
     "BlockReturns",
@@ -39,15 +40,15 @@ class BlockReturns:
 
     Args:
         block_tokens: tokens of a block.
-        returns: of the store that is told; None: no store is, and `worth` alone is of use.
+        conversations: of the store that is told; None: no store is, and `worth` alone is of use.
         space: the bytes in front of the store's keys.
     """
 
     def __init__(
-        self, block_tokens: int, returns: TierReturns | None = None, space: bytes = b""
+        self, block_tokens: int, conversations: Conversations | None = None, space: bytes = b""
     ) -> None:
         self._block_tokens = block_tokens
-        self._returns = TierReturns(()) if returns is None else returns
+        self._conversations = Conversations() if conversations is None else conversations
         self._space = space
 
     def requested(
@@ -64,10 +65,10 @@ class BlockReturns:
         first ``public`` blocks have keys that other tenants share: conversations are told apart
         by their tenants there.
         """
-        if len(self._returns.conversations):
+        if len(self._conversations):
             chain = self._chain(row, keys, tenant, public)
-            self._returns.requested(chain)
-            self._returns.used(chain.blocks)
+            self._conversations.requested(chain)
+            self._conversations.used(chain.blocks)
 
     def ended(
         self,
@@ -87,7 +88,7 @@ class BlockReturns:
         """
         blocks = [self._space + key for key in beside]
         chain = self._chain(row, keys, tenant, public)
-        self._returns.ended(chain, prompt, ended, tenant, blocks)
+        self._conversations.ended(chain, prompt, ended, tenant, blocks)
 
     def worth(
         self,
@@ -98,7 +99,7 @@ class BlockReturns:
         tenant: str | None = None,
     ) -> int:
         """Return how many leading tokens of an answer are worth storing; see `KVStore.worth`."""
-        return self._returns.conversations.kept(tenant, answer, ended, first)
+        return self._conversations.worth(tenant, answer, ended, first)
 
     def _chain(
         self, row: TokenArray, keys: Sequence[bytes], tenant: str | None, public: int
@@ -147,42 +148,43 @@ ReturnNotes = list[PauseNote | ReturnNote]
 """What happened, in order."""
 
 
-class _Recorded(Returns):
-    """A learner that notes what it is told; ``ago`` is the time until it is taken."""
+class _Noted(Conversations):
+    """Conversations that note what happens; ``ago`` is the time until the notes are taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: ReturnNotes = []
-        self.numbers: dict[Wait, int] = {}
-        self._last = 0
+        self._numbers: dict[Wait, int] = {}
+        self._pause = PauseNote(0, 0, Ended(), 0, None, 0.0)
 
-    def began(
-        self,
-        ended: Ended,
-        tokens: int,
-        now: float,
-        *,
-        before: Wait | None = None,
-        tenant: Hashable = None,
-    ) -> Wait:
-        wait = super().began(ended, tokens, now, before=before, tenant=tenant)
-        self._last += 1
-        known = 0 if before is None else self.numbers.pop(before, 0)
-        self.numbers[wait] = self._last
+    def _began(self, old: Conversation | None, ended: Ended, answer: int, tenant: Hashable) -> Wait:
+        wait = super()._began(old, ended, answer, tenant)
+        before = 0 if old is None else self._numbers[old.wait]
         name = None if tenant is None else str(tenant)
-        self.notes.append(PauseNote(self._last, known, ended, tokens, name, now))
+        number = self._numbers[wait] = self._pause.number + 1
+        self._pause = PauseNote(number, before, ended, answer, name, time.monotonic())
+        self.notes.append(self._pause)
         return wait
 
-    def returned(self, wait: Wait, now: float) -> None:
-        if not wait.over:  # its number is that of a conversation that runs until its next end
-            self.notes.append(ReturnNote(self.numbers.get(wait, 0), True, now))
-        super().returned(wait, now)
+    def _begin(self, wait: Wait, blocks: Sequence[bytes]) -> None:
+        self._pause.keys = list(blocks)
 
-    def lost(self, wait: Wait, now: float) -> None:
-        number = self.numbers.pop(wait, 0)
-        if not wait.over:
-            self.notes.append(ReturnNote(number, False, now))
-        super().lost(wait, now)
+    def _return(self, old: Conversation, chain: Chain) -> Sequence[bytes]:
+        came = not old.wait.over  # else its number is that of a conversation that runs
+        blocks = super()._return(old, chain)
+        if came:
+            number = self._numbers[old.wait]
+            self.notes.append(ReturnNote(number, True, time.monotonic(), list(blocks)))
+        return blocks
+
+    def _lose(self, old: Conversation) -> None:
+        if not old.wait.over:
+            self.notes.append(ReturnNote(self._numbers[old.wait], False, time.monotonic()))
+        super()._lose(old)
+
+    def _drop(self, old: Conversation) -> None:
+        super()._drop(old)
+        del self._numbers[old.wait]
 
 
 class ReturnRecorder(BlockReturns):
@@ -192,60 +194,21 @@ class ReturnRecorder(BlockReturns):
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self._recorded = _Recorded()
-        super().__init__(block_tokens, TierReturns((), returns=self._recorded))
-
-    def requested(
-        self,
-        row: TokenArray,
-        keys: Sequence[bytes],
-        *,
-        tenant: str | None = None,
-        public: int = 0,
-    ) -> None:
-        conversations = self._returns.conversations
-        if len(conversations):
-            self._leave(conversations.requested(self._chain(row, keys, tenant, public)))
-
-    def ended(
-        self,
-        row: TokenArray,
-        keys: Sequence[bytes],
-        *,
-        prompt: int,
-        ended: Ended,
-        tenant: str | None = None,
-        public: int = 0,
-        beside: Sequence[bytes] = (),
-    ) -> None:
-        conversations = self._returns.conversations
-        chain = self._chain(row, keys, tenant, public)
-        wait, left = conversations.ended(chain, prompt, ended, tenant)
-        self._leave(left)
-        number = self._recorded.numbers[wait]
-        for note in reversed(self._recorded.notes):
-            if isinstance(note, PauseNote) and note.number == number:
-                note.keys = [*keys, *beside]
-                break
-
-    def _leave(self, blocks: Sequence[bytes]) -> None:
-        for note in reversed(self._recorded.notes if blocks else ()):
-            if isinstance(note, ReturnNote) and note.came:
-                note.keys = list(blocks)
-                break
+        self._noted = _Noted()
+        super().__init__(block_tokens, self._noted)
 
     def take(self) -> ReturnNotes:
         """Return what happened since the last call, in order; of more than 65,536 blocks, a part.
 
         The next calls return the rest.
         """
-        notes, blocks, count = self._recorded.notes, 0, 0
+        notes, blocks, count = self._noted.notes, 0, 0
         for note in notes:
             blocks += len(note.keys)
             if count and blocks > _MOST_BLOCKS:
                 break
             count += 1
-        taken, self._recorded.notes = notes[:count], notes[count:]
+        taken, self._noted.notes = notes[:count], notes[count:]
         now = time.monotonic()
         return [replace(note, ago=max(0.0, now - note.ago)) for note in taken]
 
@@ -254,24 +217,24 @@ class ReturnReplay:
     """Tells the tiers of one store what a `ReturnRecorder` in another process noted.
 
     Thread safety: none. Memory: a reference to each of 65,536 waits at most. Cost: that of
-    `TierReturns.ended`, where a tier has ``policy=returns``; else nothing.
+    `Conversations.ended`, where a tier has ``policy=returns``; else nothing.
     """
 
-    def __init__(self, returns: TierReturns, space: bytes) -> None:
-        self._returns = returns
+    def __init__(self, conversations: Conversations, space: bytes) -> None:
+        self._conversations = conversations
         self._space = space
         self._waits: dict[int, Wait] = {}
 
     def tell(self, notes: ReturnNotes) -> None:
         """Replay notes, in order."""
-        if self._returns.waits is None:
+        if self._conversations.waits is None:
             return
         now = time.monotonic()
         for note in notes:
             blocks = [self._space + key for key in note.keys]
             if isinstance(note, PauseNote):
                 before = self._waits.pop(note.before, None)
-                wait = self._returns.began(
+                wait = self._conversations.began(
                     blocks, note.ended, note.tokens, now - note.ago, before=before,
                     tenant=note.tenant,
                 )  # fmt: skip
@@ -279,6 +242,6 @@ class ReturnReplay:
                 if len(self._waits) > _MOST:
                     del self._waits[next(iter(self._waits))]
             elif (known := self._waits.get(note.number)) is not None:
-                self._returns.over(blocks, known, now - note.ago, came=note.came)
+                self._conversations.over(blocks, known, now - note.ago, came=note.came)
                 if not note.came:
                     del self._waits[note.number]

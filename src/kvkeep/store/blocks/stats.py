@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed, IllegalStep, number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from kvkeep.store.tiers import TieredStore, TierStats
+    from kvkeep.store.tiers import Miss, TieredStore, TierStats
 
 __all__ = [
     "Lookup",
@@ -26,13 +25,15 @@ __all__ = [
 ]
 
 
-@contextmanager
-def closed_is_illegal() -> Iterator[None]:
+class closed_is_illegal:  # noqa: N801 - it reads as a context manager
     """Raise `IllegalStep` if another thread closed the store during the operation."""
-    try:
-        yield
-    except BackendFailed as error:
-        raise IllegalStep("the store was closed by another thread") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BackendFailed):
+            raise IllegalStep("the store was closed by another thread") from error
 
 
 def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
@@ -80,11 +81,13 @@ class Lookup:
         tiers: of these tokens.
         stored_tokens: how far the layers that keep every token reach, in whole blocks: of
             snapshots, a state or a window may be missing there. Otherwise as many as ``tokens``.
+        miss: why the first block behind ``tokens`` cannot be read; None if nothing is missing.
     """
 
     tokens: int
     tiers: tuple[tuple[str, int], ...]
     stored_tokens: int = field(default=-1, repr=False)
+    miss: Miss | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.stored_tokens < 0:

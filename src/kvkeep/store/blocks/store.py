@@ -126,7 +126,7 @@ class BlockStore(Store):
         ``fill`` is called in this thread, before this returns, for blocks that are not stored yet.
         If it raises, the exception is passed on and that block is not stored.
         """
-        began = self._timing.begin()
+        began = self._begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         check_type("fill", fill, Callable, "a function that fills a block")
@@ -137,7 +137,7 @@ class BlockStore(Store):
         if began:
             kept, size = len(written.kept), sum(sizes[at] for at in written.kept)
             tiers = [(self._tiered.memory.name, kept)] if kept else []
-            self._timing.end(began, "put", asked=len(keys), moved=kept, size=size, tiers=tiers)
+            self._log(began, "put", asked=len(keys), moved=kept, size=size, tiers=tiers)
         return len(written.kept) + len(written.already)
 
     def get(
@@ -175,7 +175,7 @@ class BlockStore(Store):
         memory, and not write to it. Between two blocks ``cancelled()`` is called; True ends the
         read.
         """
-        began = self._timing.begin()
+        began = self._begin()
         blocks = self._blocks(keys)
         sizes = _sizes(sizes, len(blocks))
         check_type("sink", sink, Callable, "a function that takes a block")
@@ -186,11 +186,11 @@ class BlockStore(Store):
         with closed_is_illegal():
             count = self._tiered.read(
                 blocks, sizes, sink, deadline=deadline, cancelled=cancelled, sources=names
-            )
+            ).blocks
         if began:
             tiers = runs_of((name, 1) for name in names or ())
             size = sum(sizes[:count])
-            self._timing.end(began, "get", asked=len(keys), moved=count, size=size, tiers=tiers)
+            self._log(began, "get", asked=len(keys), moved=count, size=size, tiers=tiers)
         return count
 
     def prepare_reads(self, size: int) -> None:
@@ -283,12 +283,12 @@ class BlockStore(Store):
         """
         self._tiered.check_open()
         size = whole("block_tokens", block_tokens, 1)
-        return BlockReturns(size, self._tiered.returns, self._space)
+        return BlockReturns(size, self._tiered.conversations, self._space)
 
     def replay(self) -> ReturnReplay:
         """Return what tells this store of conversations that another process follows."""
         self._tiered.check_open()
-        return ReturnReplay(self._tiered.returns, self._space)
+        return ReturnReplay(self._tiered.conversations, self._space)
 
     @property
     def must_ask(self) -> bool:

@@ -26,7 +26,7 @@ import torch
 from kvkeep.core.errors import InvalidValue, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from torch import Tensor
 
@@ -37,11 +37,11 @@ __all__ = [
     "TensorDigests",
     "ValueWriter",
     "config_of",
+    "held_by",
     "is_config",
     "is_library",
     "is_plain",
     "package_of",
-    "parts_of",
 ]
 
 LIBRARIES: Final = frozenset(
@@ -117,31 +117,7 @@ def _home(value: object) -> str:
     return package_of(value)
 
 
-def parts_of(value: Any) -> list[Any] | None:
-    """Return the parts of ``value`` on which its behaviour depends; None if it has none.
-
-    Parts are elements of containers, arguments of a partial function, closures and defaults of
-    functions, and attributes of objects from outside of `LIBRARIES`. Modules and tensors have no
-    parts.
-    """
-    if isinstance(value, dict):
-        return [each for pair in value.items() for each in pair]
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.items()]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, types.FunctionType):
-        return _held_by(value)
-    if isinstance(value, (torch.Tensor, torch.nn.Module, type, *_PLAIN)):
-        return None
-    if is_config(value) or package_of(type(value)) in LIBRARIES or not hasattr(value, "__dict__"):
-        return None
-    return [each for pair in vars(value).items() for each in pair]
-
-
-def _held_by(function: types.FunctionType) -> list[Any]:
+def held_by(function: types.FunctionType) -> list[Any]:
     """Return the defaults and the closure of ``function``."""
     parts: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
@@ -276,13 +252,13 @@ class ValueWriter:
         name = f"{function.__globals__.get('__name__', '')}.{code.co_qualname}"
         if _home(function) in LIBRARIES:
             # The version decides its code, but not the arguments of a decorator.
-            return f"{name}{self.write(_held_by(function))}" if "<locals>" in name else name
+            return f"{name}{self.write(held_by(function))}" if "<locals>" in name else name
         read = [
             [each, function.__globals__[each]]
             for each in sorted(_names(code))
             if each in function.__globals__ and _decides(function.__globals__[each])
         ]
-        text = f"{_code(code)} {self.write([_held_by(function), read])}"
+        text = f"{_code(code)} {self.write([held_by(function), read])}"
         return f"{name}={_digest(text.encode('utf-8', 'surrogatepass'))}"
 
 
@@ -332,30 +308,26 @@ class TensorDigests:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], str] = {}
-        # Tensors that were read; kept alive so that no other tensor can take their address.
-        self._held: list[Tensor] = []
+        self._digests: dict[tuple[object, ...], str] = {}
+        self._read: list[Tensor] = []  # alive, so that no other tensor can take their address
 
-    def read(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Read ``(name, tensor)`` pairs, so that `of` need not read them."""
-        self._read_parts([part for name, tensor in tensors for part in _parts(name, tensor)])
-
-    def _read_parts(self, parts: Sequence[tuple[str, Tensor]]) -> None:
-        found: dict[tuple[object, ...], tuple[str, Tensor]] = {}
-        for name, part in parts:
-            found.setdefault(_key(part), (name, part))
-        new = {key: part for key, part in found.items() if key not in self._known}
-        self._held += [part for _, part in new.values()]
+    def read(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Read ``(name, tensor)`` pairs in several threads, so that `of` need not read them."""
+        new: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+        for name, tensor in tensors:
+            for part in _parts(name, tensor):
+                if (key := _key(part[1])) not in self._digests:
+                    new.setdefault(key, part)
+        if not new:
+            return
+        self._read += [part for _, part in new.values()]
         with ThreadPoolExecutor(_THREADS) as threads:
             small = {key: part for key, part in new.items() if part[1].nbytes <= PIECE}
-            digests = threads.map(
-                lambda part: _tensor_digest(part[0], part[1], map), small.values()
-            )
-            self._known.update(zip(small, digests, strict=True))
+            digests = threads.map(lambda key: _tensor_digest(*small[key], each=map), small)
+            self._digests.update(zip(small, digests, strict=True))
             for key in new.keys() - small.keys():
                 # One at a time: its pieces use all threads, and only one copy exists.
-                name, tensor = new[key]
-                self._known[key] = _tensor_digest(name, tensor, threads.map)
+                self._digests[key] = _tensor_digest(*new[key], each=threads.map)
 
     def of(self, name: str, tensor: Tensor) -> str:
         """Return the digest of ``tensor`` as hexadecimal text; ``name`` is for messages.
@@ -364,12 +336,10 @@ class TensorDigests:
             InvalidValue: the tensor is on the meta device, is not strided, or cannot be read.
         """
         parts = list(_parts(name, tensor))
-        if any(_key(part) not in self._known for _, part in parts):
-            self._read_parts(parts)
-        digests = [self._known[_key(part)] for _, part in parts]
-        if len(parts) == 1 and parts[0][1] is tensor:
-            return digests[0]
-        return f"{type(tensor).__name__}({','.join(digests)})"
+        self.read(parts)
+        digests = ",".join(self._digests[_key(part)] for _, part in parts)
+        alone = len(parts) == 1 and parts[0][1] is tensor
+        return digests if alone else f"{type(tensor).__name__}({digests})"
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -389,14 +359,12 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif tensor.is_quantized:
         yield f"{name}.int_repr", tensor.int_repr()
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            measures = [
-                torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
-            ]
+            scale = [tensor.q_scale(), tensor.q_zero_point()]
+            yield f"{name}.scale", torch.tensor(scale, dtype=torch.float64)
         else:
-            axis = torch.tensor(tensor.q_per_channel_axis())
-            measures = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), axis]
-        for measure in measures:
-            yield f"{name}.scale", measure
+            yield f"{name}.scale", tensor.q_per_channel_scales()
+            yield f"{name}.zeros", tensor.q_per_channel_zero_points()
+            yield f"{name}.axis", torch.tensor(tensor.q_per_channel_axis())
     elif tensor.layout is not torch.strided:
         raise InvalidValue(
             f"the weights {name!r} are {tensor.layout}; only strided tensors can be identified"
@@ -414,29 +382,23 @@ def _key(tensor: Tensor) -> tuple[object, ...]:
 
 def _tensor_digest(name: str, tensor: Tensor, each: Callable[..., Iterator[bytes]]) -> str:
     """Return the digest of ``tensor``; ``each`` is the `map` that hashes its pieces."""
+    xxhash = require("xxhash", "store")
+
+    def digest(raw: Tensor) -> bytes:  # copied to the host if it lies on another device
+        return bytes(xxhash.xxh3_128_digest(raw.cpu().numpy().data))
+
     shape = ",".join(map(str, tensor.shape))
-    whole = require("xxhash", "store").xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
+    whole = xxhash.xxh3_128(f"{tensor.dtype}[{shape}]\n".encode())
     # Inference mode allows views of weights that require gradients.
     with torch.inference_mode():
         try:
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
             raw = flat.view(torch.uint8)
-            for digest in each(_piece, _pieces(raw)):
-                whole.update(digest)
+            pieces = (raw[at : at + PIECE] for at in range(0, len(raw), PIECE))
+            for piece in each(digest, pieces):
+                whole.update(piece)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise InvalidValue(
                 f"the weights {name!r} ({tensor.dtype} on {tensor.device}) cannot be read: {error}"
             ) from error
     return str(whole.hexdigest())
-
-
-def _pieces(raw: Tensor) -> Iterator[Tensor]:
-    """Yield ``raw`` (uint8, one dimension) in pieces."""
-    for at in range(0, len(raw), PIECE):
-        yield raw[at : at + PIECE]
-
-
-def _piece(raw: Tensor) -> bytes:
-    """Return the digest of a piece, copied to the host if it lies on another device."""
-    digest: bytes = require("xxhash", "store").xxh3_128_digest(raw.cpu().numpy().data)
-    return digest

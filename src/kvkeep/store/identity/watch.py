@@ -1,15 +1,17 @@
 """`ModelWatch`: notices that a loaded model changed since its identity was taken.
 
-A snapshot holds what `kvkeep.store.identity.modules` describes: the dictionaries of modules,
-configurations, objects and containers, with copies of their plain values; other values are compared
-by identity. Tensors are compared by memory, strides and version, and by `SAMPLES` bytes of each, in
-one operation a device.
+The watch is one table of facts: a container (the attributes of a module, its parameters, a
+configuration, a closure), and its members that decide numbers, as they were. Plain values are
+compared, other objects are compared by identity and have facts of their own. Tensors are compared
+by memory, strides and version, and by `SAMPLES` bytes of each, in one operation a device.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
+import types
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,21 +19,29 @@ import torch
 from torch import nn
 
 from kvkeep.store.identity.modules import (
-    ModuleTables,
     attention_of,
     attributes_of,
-    global_hooks,
+    hook_tables,
     hooks_of,
+    join,
     patchable,
     patches_in,
     placed_modules,
     settings,
+    tables_of,
     tensors_of,
 )
-from kvkeep.store.identity.values import config_of, is_config, is_plain, parts_of
+from kvkeep.store.identity.values import (
+    LIBRARIES,
+    config_of,
+    held_by,
+    is_config,
+    is_plain,
+    package_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -62,19 +72,28 @@ class ModelWatch:
 
     def __init__(self, root: nn.Module) -> None:
         self._reached: dict[int, object] = {}  # alive, so that no other object takes their ids
-        self._kinds: list[tuple[str, nn.Module, type]] = []
-        self._states: list[_State] = []  # with a container that `_unchanged` compares
-        self._computed: list[_State] = []
-        self._tensors: list[_Tensor] = []
+        self._modules: dict[str, nn.Module] = {}  # by place
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._facts: list[_Fact] = []  # of containers that `_live` holds
+        self._live: list[Any] = []
+        self._computed: list[_Fact] = []  # of all else: read at each look
         self._add_modules("", root)
-        for hook in global_hooks():
+        for hook in hooks_of(None).values():
             self._follow("a hook of every module", hook)
-        self._compute("the setting of {name!r} was changed", settings)
-        self._compute("the global forward hooks of torch were changed", _numbered(global_hooks))
-        self._add_code({kind for _, _, kind in self._kinds})
-        self._live = [state.live for state in self._states]
+        self._add("the setting of {name!r} was changed", settings)
+        self._add("the global forward hooks of torch were changed", partial(hooks_of, None))
+        kinds = {type(module) for module in self._modules.values()}
+        for base in {base for kind in kinds for base in kind.__mro__}:
+            if not base.__module__.startswith("torch."):
+                self._add("the code of {name} was replaced", partial(_methods, base), vars(base))
+        for name, place in patchable(kinds):
+            patches = partial(patches_in, name, place)
+            self._add("the code of {name} was replaced", patches, vars(place))
+        self._kinds = [*map(type, self._modules.values())]
+        self._states = [_state(tensor) for _, tensor in self._tensors]
+        self._samples = _samples(tensor for _, tensor in self._tensors)
+        self._sampled = [_bytes_of(views) for views in self._samples]
         self._note()
-        self._samples = _samples(self._tensors)
 
     def changed(self, *, samples: bool = True) -> str | None:
         """Return what changed since the snapshot, in words, or None.
@@ -83,18 +102,22 @@ class ModelWatch:
         µs a tensor with the modules around it; with samples 1 to 3 µs a tensor more on a CPU, and
         one wait for a GPU (`benchmarks/identity.py`).
         """
-        for where, module, kind in self._kinds:
+        for (where, module), kind in zip(self._modules.items(), self._kinds, strict=True):
             if type(module) is not kind:
                 return f"the class of {where} was replaced"
-        for tensor in self._tensors:
-            if tensor.differs():
-                return f"the tensor {tensor.name!r} was written to, or its memory replaced"
-        for state in self._computed if self._unchanged() else self._computed + self._states:
-            if (what := state.changed()) is not None:
+        for (name, tensor), state in zip(self._tensors, self._states, strict=True):
+            if _state(tensor) != state:
+                return f"the tensor {name!r} was written to, or its memory replaced"
+        unchanged = self._unchanged()
+        for fact in self._computed if unchanged else self._computed + self._facts:
+            if (what := fact.changed()) is not None:
                 return what
-        if not self._unchanged():
+        if not unchanged:
             self._note()
-        if samples and not all(sample.equal() for sample in self._samples):
+        if samples and not all(
+            torch.equal(_bytes_of(views), before)
+            for views, before in zip(self._samples, self._sampled, strict=True)
+        ):
             return "some bytes of the weights were changed"
         return None
 
@@ -113,6 +136,15 @@ class ModelWatch:
 
     # --- the snapshot ------------------------------------------------------------------------
 
+    def _add(self, what: str, read: Callable[[], Mapping[Any, Any]], live: Any = None) -> None:
+        """Add what ``read`` returns, members of ``live`` if that is given."""
+        fact = _Fact(what, read, _copied(read()))
+        if live is None:
+            self._computed.append(fact)
+        else:
+            self._facts.append(fact)
+            self._live.append(live)
+
     def _add_modules(self, above: str, root: nn.Module) -> None:
         """Add ``root`` and all modules below it, then what their attributes and hooks hold."""
         followed: list[tuple[str, object]] = []
@@ -122,21 +154,21 @@ class ModelWatch:
             self._reached[id(module)] = module
             name = f"{above} › {path}" if above else path
             where = f"the module {name!r}" if name else "the model"
-            self._kinds.append((where, module, type(module)))
-            attributes = partial(attributes_of, module)
-            self._add(f"the attribute {{name!r}} of {where} was changed", vars(module), attributes)
-            tables = ModuleTables.of(module)
-            for held in (tables.parameters, tables.buffers):
-                members = partial(_tensors_by_name, module)
-                self._add(f"a parameter or buffer of {where} was replaced", held, members)
-            self._add(f"a child module of {where} was replaced", tables.children)
-            for hooks in (tables.pre_hooks, tables.hooks):
-                self._add(f"{where} has other hooks", hooks, _numbered(partial(hooks_of, module)))
-            for own, tensor in tensors_of(module):
-                self._follow(f"{name}.{own}".lstrip("."), tensor)
-            followed += [(f"{name}.{own}".lstrip("."), each) for own, each in attributes().items()]
-            followed += [(name, each) for each in hooks_of(module)]
-            followed.append((f"{name}.config".lstrip("."), getattr(module, "config", None)))
+            self._modules[where] = module
+            attributes, tensors = partial(attributes_of, module), partial(tensors_of, module)
+            hooks = partial(hooks_of, module)
+            self._add(f"the attribute {{name!r}} of {where} was changed", attributes, vars(module))
+            *held, children = tables_of(module)
+            for members in held:
+                self._add(f"a parameter or buffer of {where} was replaced", tensors, members)
+            self._add(f"a child module of {where} was replaced", partial(dict, children), children)
+            for table in hook_tables(module):
+                self._add(f"{where} has other hooks", hooks, table)
+            for key, tensor in tensors().items():
+                self._follow(join(name, key), tensor)
+            followed += [(join(name, key), value) for key, value in attributes().items()]
+            followed += [(name, hook) for hook in hooks().values()]
+            followed.append((join(name, "config"), getattr(module, "config", None)))
         for name, value in followed:
             self._follow(name, value)
 
@@ -152,148 +184,70 @@ class ModelWatch:
                 self._add_modules(name, part)
                 continue
             self._reached[id(part)] = part
-            parts = parts_of(part)
-            changed = f"{name!r} holds something that was changed"
+            read, live = partial(_parts, part), _container(part)
+            parts = read()
             if isinstance(part, torch.Tensor):
-                self._tensors.append(_Tensor.of(name, part))
+                self._tensors.append((name, part))
             elif is_config(part):
-                self._add("config.{name} was changed", vars(part), partial(config_of, part))
-                self._compute(
-                    "another function is registered for the attention implementation",
-                    _numbered(partial(attention_of, part)),
-                )
-                waiting += config_of(part).values()
-            elif isinstance(part, dict | list):
-                self._add(changed, part)
-            elif parts is not None and hasattr(part, "__dict__") and not callable(part):
-                self._add(changed, vars(part))
-            elif parts is not None and not isinstance(part, tuple):
-                self._compute(changed, _numbered(partial(_parts, part)))
-            waiting += reversed(parts or ())
-
-    def _add_code(self, kinds: set[type[nn.Module]]) -> None:
-        """Add the methods of classes, and functions of libraries that other code replaces."""
-        replaced = "the code of {name} was replaced"
-        for base in {base for kind in kinds for base in kind.__mro__}:
-            if not base.__module__.startswith("torch."):
-                self._add(replaced, vars(base), partial(_methods, base))
-        for name, place in patchable(kinds):
-            self._add(replaced, vars(place), partial(patches_in, name, place))
-
-    def _add(
-        self, what: str, live: Any, members: Callable[[], Mapping[Any, Any]] | None = None
-    ) -> None:
-        if members is None:
-            members = partial(_members, live)
-        self._states.append(_State(what, members, live))
-
-    def _compute(self, what: str, members: Callable[[], Mapping[Any, Any]]) -> None:
-        self._computed.append(_State(what, members))
+                self._add("config.{name} was changed", read, vars(part))
+                what = "another function is registered for the attention implementation"
+                self._add(what, partial(attention_of, part))
+            elif live is not None or (parts and not isinstance(part, tuple)):
+                self._add(f"{name!r} holds something that was changed", read, live)
+            waiting += reversed([*parts, *parts.values()])
 
 
-class _State:
-    """Members of a module, a configuration, an object or a container, as they were.
+class _Fact(NamedTuple):
+    """Members of a container that decide numbers: how to read them, and what they were."""
 
-    ``live`` is the dictionary or list that holds them, among others that decide no number.
-    """
-
-    __slots__ = ("_kept", "_members", "_what", "live")
-
-    def __init__(
-        self, what: str, members: Callable[[], Mapping[Any, Any]], live: Any = None
-    ) -> None:
-        self._what = what
-        self._members = members
-        self._kept = _copied(members())
-        self.live = live
+    what: str
+    read: Callable[[], Mapping[Any, Any]]
+    before: dict[Any, Any]
 
     def changed(self) -> str | None:
         """Return what changed, in words; None if only what decides nothing did."""
-        now = self._members()
-        for name in [*now, *(name for name in self._kept if name not in now)]:
-            if not _same(self._kept.get(name, _MISSING), now.get(name, _MISSING)):
-                return self._what.format(name=name)
+        now = self.read()
+        for name in [*now, *(name for name in self.before if name not in now)]:
+            if not _same(self.before.get(name, _MISSING), now.get(name, _MISSING)):
+                return self.what.format(name=name)
         return None
 
 
-class _Tensor(NamedTuple):
-    """A tensor, with values that change when it is written to or moved."""
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return the parts of ``value`` on which its behaviour depends, by name or number.
 
-    name: str
-    tensor: Tensor
-    pointer: int
-    version: int | None
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> _Tensor:
-        version = None if tensor.is_inference() else tensor._version
-        return cls(name, tensor, _pointer(tensor), version, _stride(tensor))
-
-    def differs(self) -> bool:
-        tensor = self.tensor
-        return (
-            (self.version is not None and tensor._version != self.version)
-            or _pointer(tensor) != self.pointer
-            or _stride(tensor) != self.stride
-        )
-
-
-class _Sample:
-    """Some bytes of all tensors of one device."""
-
-    def __init__(self, views: list[Tensor]) -> None:
-        self._views = views
-        self._kept = self._read()
-
-    def equal(self) -> bool:
-        return torch.equal(self._read(), self._kept)
-
-    def _read(self) -> Tensor:
-        with torch.inference_mode():
-            return torch.cat(self._views)
+    Parts are elements of containers, arguments of a partial function, closures and defaults of
+    functions, and attributes of configurations and of objects from outside of `LIBRARIES`. Modules
+    and tensors have no parts.
+    """
+    numbered: Iterable[Any] = ()
+    if is_config(value):
+        return config_of(value)
+    if isinstance(value, list | tuple):
+        numbered = value
+    elif isinstance(value, functools.partial):
+        return dict(enumerate((value.func, *value.args))) | value.keywords
+    elif isinstance(value, types.MethodType):
+        numbered = (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        numbered = held_by(value)
+    elif (named := _container(value)) is not None:
+        return dict(named)
+    return dict(enumerate(numbered))
 
 
-def _samples(tensors: list[_Tensor]) -> list[_Sample]:
-    """Return views of a few bytes of each tensor, by device."""
-    views: dict[torch.device, list[Tensor]] = {}
-    with torch.inference_mode():
-        for kept in tensors:
-            tensor = kept.tensor
-            if not _has_memory(tensor) or not tensor.numel():
-                continue  # compared by identity only
-            storage = tensor.untyped_storage()
-            begin = tensor.storage_offset() * tensor.element_size()
-            room = min(tensor.nbytes, storage.nbytes() - begin)
-            count = min(SAMPLES, room)
-            step = max(1, room // count)
-            step -= step > 1 and step % 2 == 0  # odd, to sample different bytes of elements
-            view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            view.set_(storage, begin, (count,), (step,))
-            views.setdefault(tensor.device, []).append(view)
-    return [_Sample(each) for each in views.values()]
-
-
-def _numbered(values: Callable[[], list[Any]]) -> Callable[[], dict[int, Any]]:
-    """Return ``values`` as a call that returns them by their places."""
-    return lambda: dict(enumerate(values()))
-
-
-def _parts(value: object) -> list[Any]:
-    return parts_of(value) or []
+def _container(value: Any) -> Any:
+    """Return where ``value`` holds its parts, to compare them in one operation; None: nowhere."""
+    if isinstance(value, dict | list):
+        return value
+    if isinstance(value, torch.Tensor | type) or not hasattr(value, "__dict__"):
+        return None
+    return None if package_of(type(value)) in LIBRARIES else vars(value)
 
 
 def _methods(kind: type) -> dict[str, Any]:
     members = vars(kind).items()
     return {f"{kind.__qualname__}.{name}": value for name, value in members if callable(value)}
-
-
-def _tensors_by_name(module: nn.Module) -> dict[str, Any]:
-    return dict(tensors_of(module))
-
-
-def _members(container: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
-    return container if isinstance(container, dict) else dict(enumerate(container))
 
 
 def _copied(members: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -305,20 +259,44 @@ def _copy(value: Any) -> Any:
     return copy.deepcopy(value) if is_plain(value) else value
 
 
-def _same(kept: object, now: object) -> bool:
-    if kept is now:
+def _same(before: object, now: object) -> bool:
+    if before is now:
         return True
-    return type(kept) is type(now) and is_plain(kept) and is_plain(now) and bool(kept == now)
+    return type(before) is type(now) and is_plain(before) and is_plain(now) and bool(before == now)
 
 
-def _pointer(tensor: Tensor) -> int:
-    return tensor.data_ptr() if _has_memory(tensor) else 0
+# --- tensors -------------------------------------------------------------------------------------
 
 
-def _stride(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
+def _state(tensor: Tensor) -> tuple[object, ...]:
+    """Return values that change when the tensor is written to or moved."""
+    version = None if tensor.is_inference() else tensor._version
+    if tensor.layout is not torch.strided:
+        return version, 0, ()
+    wraps = hasattr(tensor, "__tensor_flatten__")
+    return version, 0 if wraps else tensor.data_ptr(), tensor.stride()
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether the tensor has memory of its own: it is strided and wraps no others."""
-    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+def _samples(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return views of a few bytes of each tensor, by device."""
+    views: dict[torch.device, list[Tensor]] = {}
+    with torch.inference_mode():
+        for tensor in tensors:
+            wraps = hasattr(tensor, "__tensor_flatten__")
+            if tensor.layout is not torch.strided or wraps or not tensor.numel():
+                continue  # it has no memory of its own
+            storage = tensor.untyped_storage()
+            begin = tensor.storage_offset() * tensor.element_size()
+            room = min(tensor.nbytes, storage.nbytes() - begin)
+            count = min(SAMPLES, room)
+            step = max(1, room // count)
+            step -= step > 1 and step % 2 == 0  # odd, to sample different bytes of elements
+            view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            view.set_(storage, begin, (count,), (step,))
+            views.setdefault(tensor.device, []).append(view)
+    return [*views.values()]
+
+
+def _bytes_of(views: list[Tensor]) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat(views)

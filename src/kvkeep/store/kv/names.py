@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import Layout
 
-__all__ = ["Names", "PromptBlocks", "TenantNames", "store_namespace"]
+__all__ = ["Names", "TenantNames", "store_namespace"]
 
 _MOST_TENANTS: Final = 4096
 
@@ -190,14 +190,6 @@ class Names:
         private = [self.space + key for key in keys]
         return [*self.public[: len(private)], *private[len(self.public) :]]
 
-    def head(self, row: TokenArray, at: int, blocks: list[bytes]) -> bytes:
-        """Return the id of the tail that has the first token of block ``at`` of ``row`` alone.
-
-        ``blocks`` are at least those before it.
-        """
-        start = at * self.block_tokens
-        return self.tails(blocks[max(0, at - 1) : at], row[start : start + 1], start=start)[0]
-
     def tails(
         self, blocks: list[bytes], tokens: TokenArray, *, start: int | None = None
     ) -> list[bytes]:
@@ -224,24 +216,6 @@ class Names:
                 tail.update(extra_bytes(extras_between(extras, 0, end // TOKEN_BYTES)))
             ids.append(self.space + tail.digest())
         return ids
-
-
-class PromptBlocks(NamedTuple):
-    """A prompt as one call to a store names it.
-
-    Attributes:
-        row: its tokens.
-        start: the first token that the call is about.
-        names: the names of its blocks.
-    """
-
-    row: TokenArray
-    start: int
-    names: Names
-
-    def copied(self) -> PromptBlocks:
-        """Return the same with tokens of its own, for what is named after the call returns."""
-        return self._replace(row=self.row.copy())
 
 
 class TenantNames:

@@ -16,6 +16,7 @@ geometry, so the numbers of groups are unambiguous.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,13 +24,14 @@ from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.blocks.stats import closed_is_illegal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-    from kvkeep.store.kv.names import PromptBlocks
-    from kvkeep.store.kv.records import RecordForms
+    from kvkeep.core.tokens import TokenArray
+    from kvkeep.store.kv.forms import RecordForms
+    from kvkeep.store.kv.names import Names
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionNames", "PositionPiece"]
+__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "PromptIds"]
 
 BASE: Final = -1
 STATE: Final = -2
@@ -56,35 +58,90 @@ class PositionPiece(NamedTuple):
     raw_bytes: int
 
 
-class Position(NamedTuple):
-    """A stored position, and all records that it needs, each with the fastest tier that has it."""
+class Position:
+    """A stored position.
 
-    tokens: int
-    pieces: list[PositionPiece]
-    levels: list[int]
-
-
-class PositionNames:
-    """The ids of all records of one prompt.
-
-    ``prompt.start`` is ignored: it is about which tokens are loaded. Cost: about 1 µs a block for
-    the chain, and as much for each other id.
+    Attributes:
+        tokens: before it.
+        levels: of its records, the fastest tier that has each.
     """
 
+    __slots__ = ("_pieces", "levels", "tokens")
+
     def __init__(
-        self, forms: RecordForms, prompt: PromptBlocks, full: list[bytes] | None = None
+        self,
+        tokens: int,
+        levels: list[int],
+        pieces: list[PositionPiece] | Callable[[], list[PositionPiece]],
     ) -> None:
-        """``full`` are the ids of its blocks, if they are at hand."""
+        self.tokens = tokens
+        self.levels = levels
+        self._pieces = pieces
+
+    @property
+    def pieces(self) -> list[PositionPiece]:
+        """All records that it needs."""
+        if not isinstance(self._pieces, list):
+            self._pieces = self._pieces()
+        return self._pieces
+
+
+class PromptIds:
+    """A prompt as one call to a store names it, and the ids of its records.
+
+    Cost: about 1 µs a block for the ids of blocks, once they are needed, and as much for each other
+    id. Thread safety: none.
+
+    Attributes:
+        forms: of its records.
+        row: its tokens.
+        start: the first token that the call is about.
+        names: the names of its blocks.
+        size: tokens of a block.
+    """
+
+    def __init__(self, forms: RecordForms, row: TokenArray, start: int, names: Names) -> None:
         self.forms = forms
-        self.row, _, self.names = prompt
-        self.size = self.names.block_tokens
-        self.full = self.names.full(self.row) if full is None else full
+        self.row = row
+        self.start = start
+        self.names = names
+        self.size = names.block_tokens
+        self._full: list[bytes] | None = None
         self._tails: dict[int, list[bytes]] = {}
-        self._hashes = {
-            group: hashlib.sha256(b"kvkeep record 1\nwindow %d\n" % group)
-            for group in range(len(forms.windows))
-        }
-        self._hashes[STATE] = hashlib.sha256(b"kvkeep record 1\nstate\n")
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def full(self) -> list[bytes]:
+        """The ids of its full blocks."""
+        if self._full is None:
+            self._full = self.names.full(self.row)
+        return self._full
+
+    def cut(self, tokens: int) -> PromptIds:
+        """Return its first ``tokens`` tokens."""
+        part = PromptIds(self.forms, self.row[:tokens], min(self.start, tokens), self.names)
+        part._full = None if self._full is None else self._full[: tokens // self.size]
+        return part
+
+    def behind(self, start: int) -> PromptIds:
+        """Return the same with another ``start``."""
+        if start == self.start:
+            return self
+        other = PromptIds(self.forms, self.row, start, self.names)
+        other._full = self._full
+        return other
+
+    def copied(self) -> PromptIds:
+        """Return the same with tokens of its own, for what is named after the call returns."""
+        return PromptIds(self.forms, self.row.copy(), self.start, self.names)
+
+    def private(self) -> PromptIds:
+        """Return the same with all blocks named in its own namespace: no public ones."""
+        if not self.names.public:
+            return self
+        return PromptIds(self.forms, self.row, self.start, self.names.private())
 
     def end(self, tokens: int) -> bytes:
         """Return the id that ends at a position: of a block, or of a tail."""
@@ -115,10 +172,7 @@ class PositionNames:
         return self._tagged(group, self.end(stop), skip)
 
     def _tagged(self, group: int, block: bytes, skip: int = 0) -> bytes:
-        digest = self._hashes[group].copy()
-        if skip:
-            digest = hashlib.sha256(b"kvkeep record 1\nwindow %d from %d\n" % (group, skip))
-        digest.update(block[SPACE_BYTES:])
+        digest = hashlib.sha256(_tag(group, skip) + block[SPACE_BYTES:])
         return block[:SPACE_BYTES] + digest.digest()
 
     def base_pieces(self, tokens: int, first: int = 0) -> list[PositionPiece]:
@@ -179,6 +233,15 @@ class PositionNames:
             yield self.window(group, stop, start % self.size)
 
 
+@lru_cache(1024)
+def _tag(group: int, skip: int) -> bytes:
+    """Return what is hashed before the key of a record's end."""
+    tag = b"state" if group == STATE else b"window %d" % group
+    if skip:
+        tag += b" from %d" % skip
+    return b"kvkeep record 1\n" + tag + b"\n"
+
+
 class PositionFinder:
     """Finds the longest position of a prompt at which all records are stored.
 
@@ -193,19 +256,19 @@ class PositionFinder:
     def __init__(
         self,
         tiered: TieredStore,
-        names: PositionNames,
+        prompt: PromptIds,
         *,
-        start: int = 0,
         until: float | None = None,
         ask: bool = True,
     ) -> None:
         self._tiered = tiered
-        self._names = names
+        self._names = prompt
         self._until = until
         self._ask = ask
-        self._first = start // names.size
-        self._start = start
+        self._first = prompt.start // prompt.size
+        self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
+        self._leading: list[int] = []
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
         self._batches = 0
@@ -243,14 +306,13 @@ class PositionFinder:
             return len(full)
         with closed_is_illegal():
             if self._ask:
-                levels: Sequence[int | None] = self._tiered.locate(full[first:], self._until)
+                self._leading = list(self._tiered.locate(full[first:], self._until))
             else:
-                levels = [
-                    min(held) if held else None for held in self._tiered.holders(full[first:])
-                ]
-        leading = list(takewhile(lambda level: level is not None, levels))
-        self._levels |= zip(full[first:], leading, strict=False)
-        return first + len(leading)
+                held = takewhile(bool, self._tiered.holders(full[first:]))
+                self._leading = [min(levels) for levels in held]
+        if not self._names.forms.whole:
+            self._levels |= zip(full[first:], self._leading, strict=False)
+        return first + len(self._leading)
 
     # --- ends of blocks --------------------------------------------------------------------------
 
@@ -286,24 +348,32 @@ class PositionFinder:
 
     def _longest_tail(self, number: int) -> Position | None:
         """Return the longest position inside of block ``number``, whose beginning is stored."""
-        names, size = self._names, self._names.size
-        rest = min(size - 1, len(names.row) - number * size)
-        for tokens in range(number * size + rest, max(number * size, self._start), -1):
-            asked = self._ask and tokens == len(names.row)  # one name, not one a token
-            if not asked and not any(map(self._tiered.knows, self._markers(tokens))):
-                continue
+        for tokens in self._ends(number):
             pieces = self._tail(tokens)
             if pieces is not None and (found := self._position(tokens, pieces)) is not None:
                 return found
         return None
 
+    def _ends(self, number: int) -> Iterator[int]:
+        """Yield where a position may be inside of block ``number``, the longest first."""
+        names, begin, knows = self._names, number * self._names.size, self._tiered.knows
+        most = min(names.size - 1, len(names.row) - begin)
+        least = max(0, self._start - begin)
+        if self._ask and most > least and begin + most == len(names.row):
+            yield begin + most  # it is asked for: one name, not one a token
+            most -= 1
+        if names.forms.base is not None and names.forms.states is None:
+            ends = names.tails(number) if most > least else []
+            yield from (begin + n for n in range(most, least, -1) if knows(ends[n - 1]))
+        else:
+            ahead = range(begin + most, begin + least, -1)
+            yield from (at for at in ahead if any(map(knows, self._markers(at))))
+
     def _markers(self, tokens: int) -> list[bytes]:
-        """Return ids of which every position has one: of a record that ends there."""
-        names, forms = self._names, self._names.forms
-        if forms.states is not None:
+        """Return ids of which every position has one: of a state or window that ends there."""
+        names = self._names
+        if names.forms.states is not None:
             return [names.state(tokens)]
-        if forms.base is not None:
-            return [names.end(tokens)]
         whole = [names.window(0, tokens)]
         return whole + [
             names.window(0, stop, start % names.size)
@@ -381,12 +451,17 @@ class PositionFinder:
 
     def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
         """Return the position, None if it has no record: where chunks end, none may be needed."""
-        names = self._names
-        pieces = names.base_pieces(tokens, self._first) + windows
+        names, first = self._names, self._first
+        if names.forms.whole:
+            leading = self._leading
+            if tokens % names.size and (level := self._levels[names.end(tokens)]) is not None:
+                leading = [*leading, level]
+            return Position(tokens, leading, lambda: names.base_pieces(tokens, first))
+        pieces = names.base_pieces(tokens, first) + windows
         if names.forms.states is not None:
             pieces.append(names.state_piece(tokens))
         if not pieces:
             return None
         levels = [self._levels[piece.id] for piece in pieces]
         assert None not in levels
-        return Position(tokens, pieces, [level for level in levels if level is not None])
+        return Position(tokens, [level for level in levels if level is not None], pieces)

@@ -1,460 +1,454 @@
-"""`PromptStore`: what stores of prompts answer and change, whatever they keep of a prompt."""
+"""`PromptRecords`: finds the records of prompts, says why they are missing, and deletes them."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+import time
+from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, Final
 
-from kvkeep.core.errors import (
-    IllegalStep,
-    InvalidValue,
-    check_type,
-    number,
-    switch,
-    told,
-    whole,
-)
-from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import parse_bytes
-from kvkeep.core.public import PublicPrefixes
-from kvkeep.core.returns import Ended
-from kvkeep.core.tokens import as_tokens
-from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.stats import StoreCounters, closed_is_illegal, seconds_of
-from kvkeep.store.identity import is_loaded
-from kvkeep.store.kv.names import PromptBlocks, TenantNames
-from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
+from kvkeep.store.blocks.stats import Lookup, runs_of, seconds_of
+from kvkeep.store.kv.paying import LoadPiece
+from kvkeep.store.kv.positions import BASE, PositionFinder
+from kvkeep.store.tiers import Loss, Miss
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvkeep.core.extras import ExtraLike
-    from kvkeep.core.tokens import TokensLike
-    from kvkeep.store.blocks.stats import Lookup, Put, StoreStats
-    from kvkeep.store.blocks.timing import Timing
-    from kvkeep.store.kv.kept import KeptPrompts, Prefetch
-    from kvkeep.store.kv.names import Names
-    from kvkeep.store.kv.options import StoreConfig
-    from kvkeep.store.kv.snapshots import LoadedSnapshot
-    from kvkeep.store.kv.transfers import LoadedKV
-    from kvkeep.store.tiers import Miss, Removed
+    from kvkeep.store.kv.forms import RecordForms
+    from kvkeep.store.kv.positions import Position, PositionPiece, PromptIds
+    from kvkeep.store.tiers import BlockPrefetch, Removed, TieredStore
 
-__all__ = ["PromptStore"]
+    LossesOf = Callable[[Sequence[bytes]], list[Loss | None]]
 
-_UNKNOWN = Ended()
+__all__ = [
+    "Followers",
+    "Prefetch",
+    "PromptRecords",
+    "first_miss",
+    "load_pieces",
+    "tokens_by_tier",
+]
+
+_NEVER: Final = Loss("", "never", None, "")
+_MOST_LINKS: Final = 1 << 15
+_PIN_TRIES: Final = 8
+"""Positions that a pin tries, ever shorter ones, until one is not larger than pins may be."""
 
 
-class PromptStore(Store):
-    """Prompts over several tiers, found by their tokens; `KVStore` puts and gets their KV.
+class PromptRecords:
+    """Finds the records of prompts, and acts on them; for each method see `KVStore`.
+
+    The tiers are an argument, because users of a shared store have tiers of their own to close.
 
     Thread safety: all methods.
-
-    Attributes:
-        geometry: of the model.
-        namespace: everything on which the bytes of the KV depend.
-        block_tokens: tokens of a block.
-        public: the prefixes that all tenants share.
     """
 
-    def __init__(self, config: StoreConfig, kept: KeptPrompts) -> None:
-        """``kept`` knows which records a prompt has."""
-        self.geometry = config.geometry
-        self.layout = config.layout
-        self.block_tokens = config.block_tokens
-        self.namespace = config.namespace
-        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
-        self.public = PublicPrefixes()
-        self._names = TenantNames(self.namespace, self.block_tokens, self.public)
-        self._kept = kept
-        limits = {
-            self._names_of(name).space: parse_bytes(limit) for name, limit in config.quotas.items()
-        }
-        shares = _weights(self._names, config)
-        front, below = open_tiers(
-            config.tiers, kept.block_shape, shares=shares is not None,
-            prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
-        )  # fmt: skip
-        tiered = TieredStore(
-            front, below, config.policy, notes=self._names.notes, shares=shares, cost=config.cost
+    def __init__(self, forms: RecordForms, followers: Followers) -> None:
+        self._forms = forms
+        self._followers = followers
+
+    def lookup(self, tiered: TieredStore, prompt: PromptIds) -> Lookup:
+        """Return the length of the stored prefix, and in which tiers it is."""
+        since, tiers = time.time(), tiered.names
+        finder = PositionFinder(tiered, prompt)
+        position = finder.longest()
+        stored = finder.stored if self._forms.base is not None else 0
+        tokens = 0 if position is None else position.tokens
+        if stored > tokens:
+            ends = range(tokens - tokens % prompt.size + prompt.size, stored + 1, prompt.size)
+            miss: Miss | None = self._state_miss(tiered, prompt, tokens, ends, since)
+        else:
+            miss = first_miss(tiered, prompt, tokens, since)
+        if position is None:
+            return Lookup(0, (), stored, miss)
+        named = [tiers[level] for level in position.levels]
+        if self._forms.whole:
+            lengths = [*repeat(prompt.size, tokens // prompt.size), tokens % prompt.size]
+            return Lookup(tokens, runs_of(zip(named, lengths, strict=False)), miss=miss)
+        parts = tokens_by_tier(zip(position.pieces, named, strict=True), tokens, 0)
+        return Lookup(tokens, runs_of(parts), max(stored, tokens), miss)
+
+    def pieces(self, tiered: TieredStore, prompt: PromptIds) -> list[LoadPiece]:
+        """Return what is stored of the prompt from its ``start`` on, in pieces to load."""
+        position = PositionFinder(tiered, prompt).longest()
+        return load_pieces(position, prompt, tiered.names)
+
+    def why(self, tiered: TieredStore, prompt: PromptIds, since: float | None) -> tuple[Miss, ...]:
+        """Return why tokens from the prompt's ``start`` on are missing."""
+        losses_of = partial(tiered.losses_of, since=since)
+        start, size, length = prompt.start, prompt.size, len(prompt)
+        if self._forms.whole:
+            return _misses_behind(prompt, losses_of, start)
+        if start == length:
+            return ()
+        first, stored = start // size, length
+        if self._forms.base is not None:
+            losses = losses_of(prompt.full[first:])
+            blocks = first + next((at for at, loss in enumerate(losses) if loss), len(losses))
+            tails = [] if blocks * size == length else losses_of(prompt.tails(blocks))
+            tail = max((count for count, loss in enumerate(tails, start=1) if not loss), default=0)
+            stored = max(start, blocks * size + tail)
+        # Up to `stored`, the missing records are those that only resuming needs.
+        ends = [*range((first + 1) * size, stored + 1, size)]
+        if start < stored and stored % size:
+            ends.append(stored)
+        gap = None
+        if stored > start:
+            gap = replace(self._state_miss(tiered, prompt, start, ends, since), stop=stored)
+        if stored == length:
+            return () if gap is None else (gap,)
+        return _misses_behind(prompt, losses_of, stored, gap)
+
+    def _state_miss(
+        self,
+        tiered: TieredStore,
+        prompt: PromptIds,
+        start: int,
+        ends: Sequence[int],
+        since: float | None,
+    ) -> Miss:
+        """Return why no state or window at ``ends`` lets a model go on; base records are there."""
+        ids = [prompt.state(end) for end in ends] if self._forms.states is not None else []
+        for group in range(len(self._forms.windows)):
+            ids += [prompt.window(group, end) for end in ends]
+        losses = [loss for loss in tiered.losses_of(ids, since) if loss and loss.at]
+        never = Loss("", "never", None, "state")
+        return Miss(
+            start,
+            max(ends, default=start),
+            *max(losses, key=lambda loss: loss.at or 0.0, default=never),
         )
-        if shares is not None:
-            self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens")
-        self._reporter = KVReporter(self.geometry.bytes_per_token, self._timing)
-        self._pin_memory()
-        for space, limit in limits.items():
-            self._tiered.set_quota(space, limit)
-        self._tiered.expect(self._names_of().space)
+
+    def touch(self, tiered: TieredStore, prompt: PromptIds) -> None:
+        """Count a use of the records that are known to be stored."""
+        if self._forms.whole:
+            tiered.used(prompt.full)
+            return
+        position = PositionFinder(tiered, prompt, ask=False).longest()
+        if position is not None:
+            tiered.used([piece.id for piece in position.pieces])
+
+    def beside(self, tiered: TieredStore, prompt: PromptIds) -> list[bytes]:
+        """Return the ids of records that a prompt has beside its full blocks."""
+        if self._forms.whole:
+            return [prompt.end(len(prompt))] if len(prompt) % prompt.size else []
+        position = PositionFinder(tiered, prompt, ask=False).longest()
+        pieces = [] if position is None else position.pieces
+        return [one.id for one in pieces if one.group != BASE or one.stop % prompt.size]
+
+    def prefetch(self, tiered: TieredStore, prompt: PromptIds) -> Prefetch:
+        """Start to read the records into memory; return at once."""
+        whole = self._forms.whole
+        start = prompt.start - prompt.start % prompt.size if whole else 0
+        asked = prompt.behind(start).copied()
+        lengths: list[int] = []
+
+        def plan() -> tuple[list[bytes], list[int]]:  # in a thread: a lookup may query slow tiers
+            position = PositionFinder(tiered, asked).longest()
+            if position is None:
+                return [], []
+            pieces = position.pieces
+            counts = [p.stop - p.start if p.group == BASE else 0 for p in pieces]
+            counts[-1] += position.tokens - start - sum(counts)
+            lengths.extend(counts)
+            return [piece.id for piece in pieces], [piece.raw_bytes for piece in pieces]
+
+        return Prefetch(tiered.prefetch(plan), start, lengths, whole=not whole)
+
+    def pin(self, tiered: TieredStore, prompt: PromptIds, seconds: float) -> int:
+        """Pin the stored prefix; return its tokens."""
+        for _ in range(_PIN_TRIES):
+            position = PositionFinder(tiered, prompt).longest()
+            if position is None:
+                break
+            ids = [piece.id for piece in position.pieces]
+            if self._forms.whole:
+                count = tiered.pins.pin(ids, seconds)
+                return position.pieces[count - 1].stop if count else 0
+            count = tiered.pins.pin_all(ids, seconds)
+            if count == len(ids):
+                return position.tokens
+            # A shorter position may fit: in any case, none behind the last base record that did.
+            fits = [p.stop for p in position.pieces[:count] if p.group == BASE]
+            prompt = prompt.cut(min(max(fits, default=0), position.tokens - 1))
+        return 0
+
+    def unpin(self, tiered: TieredStore, prompt: PromptIds) -> int:
+        """End the pin of the prompt from its ``start`` on; return the tokens that were pinned."""
+        every, start = prompt.behind(0), prompt.start
+        if self._forms.whole:
+            position = PositionFinder(tiered, every).longest()
+            first = -(-start // prompt.size)
+            pieces = [] if position is None else position.pieces[first:]
+            count = tiered.pins.unpin([piece.id for piece in pieces])
+            return sum(piece.stop - piece.start for piece in pieces[:count])
+        ids = list(every.every(0))
+        pinned = tiered.pins.pinned(ids)
+        tokens = self._longest_pinned(tiered, every, pinned) if pinned else 0
+        tiered.pins.unpin(list(prompt.every(start)) if start else ids)
+        return max(0, tokens - start)
+
+    def _longest_pinned(self, tiered: TieredStore, prompt: PromptIds, pinned: set[bytes]) -> int:
+        """Return the longest position whose records are all ``pinned``; longer ones may follow."""
+        for _ in range(_PIN_TRIES):
+            position = PositionFinder(tiered, prompt).longest()
+            if position is None:
+                break
+            if all(piece.id in pinned for piece in position.pieces):
+                return position.tokens
+            prompt = prompt.cut(position.tokens - 1)
+        return 0
+
+    def remove(self, tiered: TieredStore, prompt: PromptIds) -> Removed:
+        """Delete all records with a token from the prompt's ``start`` on."""
+        tiered.check_open()
+        return self._followers.delete(prompt.private().every(prompt.start), tiered.remove)
+
+
+def load_pieces(
+    position: Position | None, prompt: PromptIds, tiers: Sequence[str]
+) -> list[LoadPiece]:
+    """Return a position as pieces that are loaded whole or not; ``tiers`` name all levels.
+
+    Of blocks of all layers these are the runs of blocks in one tier; else the position as a whole.
+    """
+    if position is None or not position.pieces:
+        return []
+    start, runs = prompt.start, list[LoadPiece]()
+    tier_bytes: dict[str, int] = {}
+    for piece, level in zip(position.pieces, position.levels, strict=True):
+        size, tier = piece.raw_bytes, tiers[level]
+        if piece.group == BASE and piece.start < start:
+            size = size * (piece.stop - start) // (piece.stop - piece.start)
+        if prompt.forms.whole and tier not in tier_bytes:
+            tier_bytes = {tier: 0}
+            runs.append(LoadPiece(0, tier, tier_bytes))
+        tier_bytes[tier] = tier_bytes.get(tier, 0) + size
+        if runs:
+            runs[-1] = runs[-1]._replace(stop=piece.stop)
+    most = max(tier_bytes, key=tier_bytes.__getitem__)
+    return runs or [LoadPiece(position.tokens, most, tier_bytes)]
+
+
+def tokens_by_tier(
+    found: Iterable[tuple[PositionPiece, str]], tokens: int, start: int
+) -> Iterator[tuple[str, int]]:
+    """Yield ``(tier, tokens)`` for tokens ``start`` … ``tokens - 1`` of a position.
+
+    Counted are the records of layers that keep every token. If there are none, the last record
+    stands for all.
+    """
+    last = ""
+    for piece, name in found:
+        last = name
+        if piece.group == BASE and piece.stop > start:
+            yield name, piece.stop - max(piece.start, start)
+            start = piece.stop
+    if last and start < tokens:
+        yield last, tokens - start
+
+
+def first_miss(tiered: TieredStore, prompt: PromptIds, at: int, since: float) -> Miss | None:
+    """Return why the block with token ``at`` cannot be read; None behind the prompt's end.
+
+    ``since`` is when its search began, in Unix seconds. Cost: some µs, or 1 µs for each token of a
+    block that the prompt does not fill.
+    """
+    stop = min(len(prompt), (at // prompt.size + 1) * prompt.size)
+    if at >= stop:
+        return None
+    (loss,) = tiered.losses_of([prompt.end(stop)], since)
+    if loss is None:  # it is there, and was not read in time
+        loss = Loss("", "late", time.time(), "no answer")
+    return Miss(at, stop, *loss)
+
+
+def _misses_behind(
+    prompt: PromptIds, losses_of: LossesOf, start: int, before: Miss | None = None
+) -> tuple[Miss, ...]:
+    """Return why tokens are missing behind the first ``start``, in order and without gaps.
+
+    ``losses_of`` returns the last loss of each block, or None if it is stored. Stored blocks at the
+    beginning are skipped; stored blocks behind a gap get the reason of the gap. ``before`` is the
+    gap that ends at ``start``, if there is one.
+    """
+    size, full, length = prompt.size, prompt.full, len(prompt)
+    found = _MissList(start, before)
+    gap, first = False, start // size
+    for number, loss in enumerate(losses_of(full[first:]), start=first):
+        begin, end = number * size, (number + 1) * size
+        if loss is not None and not gap:
+            # This block may contain the tail of a shorter prompt, stored now or lost.
+            gap, ids = True, prompt.tails(number)
+            _add_tail(found, ids, losses_of, begin, first=True, block_known=loss.what != "never")
+        found.add(end, loss)
+    rest = len(full) * size
+    if rest < length:
+        _add_tail(found, prompt.tails(len(full)), losses_of, rest, first=not gap)
+        found.add(length, _NEVER)
+    return tuple(found.misses)
+
+
+def _add_tail(
+    found: _MissList,
+    tails: list[bytes],
+    losses_of: LossesOf,
+    begin: int,
+    *,
+    first: bool,
+    block_known: bool = False,
+) -> None:
+    """Add the loss of the longest of ``tails`` of which anything is known; all begin at ``begin``.
+
+    If the loss of the whole block is known, only a stored tail counts, as part of the prefix.
+    ``first``: all blocks before it are stored.
+    """
+    losses = losses_of(tails)
+    if first and None in losses:  # the longest stored tail can be used
+        there = len(losses) - losses[::-1].index(None)
+        found.add(begin + there, None)
+    if block_known:
+        return
+    for count in range(len(losses), 0, -1):
+        one = losses[count - 1]
+        if one is None or one.what != "never":
+            found.add(begin + count, one)
+            return
+
+
+class _MissList:
+    """Misses in order; neighbours that differ only in time are merged."""
+
+    def __init__(self, start: int, before: Miss | None) -> None:
+        self.misses: list[Miss] = [] if before is None else [before]
+        self._at = start
+
+    def add(self, end: int, loss: Loss | None) -> None:
+        """Add the loss of the tokens up to ``end``, None if they are stored.
+
+        Stored tokens are skipped at the beginning; behind a miss they get its reason.
+        """
+        start, self._at = self._at, max(self._at, end)
+        last = self.misses[-1] if self.misses else None
+        if end <= start or (loss is None and last is None):
+            return
+        if loss is None:
+            assert last is not None
+            loss = Loss(last.tier, last.what, last.at, last.detail)
+        tier, what, at, detail = loss
+        if last is not None and (last.tier, last.what, last.detail) == (tier, what, detail):
+            start = last.start
+            at = max((time for time in (last.at, at) if time is not None), default=None)
+            self.misses.pop()
+        self.misses.append(Miss(start, end, tier, what, at, detail))
+
+
+class Followers:
+    """Remembers which blocks follow which, so that a removal can delete them too.
+
+    Block ids are hashes, from which the order cannot be read. The latest `_MOST_LINKS` links of
+    prompts that this store put or read are kept.
+
+    Thread safety: all methods. Cost: about 0.1 µs a block, and up to 500 bytes a link.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: OrderedDict[bytes, set[bytes]] = OrderedDict()
+        self._links = 0
+
+    def note(self, blocks: Sequence[bytes]) -> None:
+        """Record that a prompt consists of ``blocks``, in this order."""
+        known = self._next
+        new = [
+            (before, block)
+            for before, block in pairwise(blocks)
+            if block not in known.get(before, ())
+        ]
+        if not new:
+            return
+        with self._lock:
+            for before, block in new:
+                behind = known.setdefault(before, set())
+                self._links += block not in behind
+                behind.add(block)
+            while self._links > _MOST_LINKS:
+                self._links -= len(known.popitem(last=False)[1])
+
+    def delete(self, blocks: Iterable[bytes], delete: Callable[[list[bytes]], Removed]) -> Removed:
+        """Call ``delete`` for blocks and those known to follow them."""
+        ids = list(blocks)
+        return delete([*ids, *self._take(ids)])
+
+    def _take(self, blocks: Iterable[bytes]) -> list[bytes]:
+        """Return all blocks known to follow ``blocks``, directly or not, and forget these links."""
+        found: dict[bytes, None] = {}
+        ahead = list(blocks)
+        with self._lock:
+            while ahead:
+                behind = self._next.pop(ahead.pop(), None)
+                if behind is None:
+                    continue
+                self._links -= len(behind)
+                ahead += behind
+                found.update(dict.fromkeys(behind))
+        return list(found)
+
+
+class Prefetch:
+    """Handle of a background read of a prompt's KV from slower tiers into memory.
+
+    After the store is closed, `done` and `cancel` still work; everything else raises
+    `IllegalStep`.
+
+    Thread safety: all methods.
+    """
+
+    __slots__ = ("_blocks", "_lengths", "_whole", "start")
+
+    def __init__(
+        self, blocks: BlockPrefetch, start: int, lengths: Sequence[int], *, whole: bool = False
+    ) -> None:
+        self._blocks = blocks
+        self._lengths = lengths  # filled by the background thread, once it looked the blocks up
+        self._whole = whole  # only all records together are of use
+        self.start = start
+        """The first token of the first requested block."""
 
     @property
-    def tiers(self) -> tuple[str, ...]:
-        """The names of the tiers, fastest first. The first one is in memory."""
-        return self._tiered.names
+    def done(self) -> bool:
+        """Whether no more blocks will arrive: all are in memory, or the rest cannot be read."""
+        return self._blocks.done
 
-    def bind(self, identity: str) -> None:
-        """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt's prefix that is in memory now, in tokens.
 
-        Engines call it before their first `put` or `get`. A store whose revision is the identity
-        of a loaded model accepts no other model. A store that was named otherwise is reserved for
-        the first model it is bound to until it is closed; only its name tells which model computed
-        the KV stored earlier.
-
-        Raises:
-            InvalidValue: the store is reserved for another model.
+        Of snapshots, 0 until all records of the position are there.
         """
-        self._tiered.check_open()
-        self._binding.bind(identity)
+        return self._count(self._blocks.ready)
 
-    def lookup(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
-    ) -> Lookup:
-        """Return how many tokens are stored as a prefix, and in which tiers; read no KV.
+    @property
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        """``(tier, tokens)`` of the blocks in memory now, in order from `start`."""
+        names = self._blocks.sources
+        parts = zip(names, self._lengths, strict=False)
+        return runs_of((name, tokens) for name, tokens in parts if tokens)
 
-        Of snapshots, the longest position at which all groups of layers agree.
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until `done`, at most ``timeout`` seconds, and return `tokens`."""
+        timeout = None if timeout is None else seconds_of("timeout", timeout)
+        return self._count(self._blocks.wait(timeout))
 
-        Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
-        about blocks that are not known here. ``extra`` as in `put`.
-        """
-        prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
-        return self._kept.lookup(self._tiered, prompt, self.tiers)
+    def cancel(self) -> None:
+        """Start no more reads. Reads that have begun still complete."""
+        self._blocks.cancel()
 
-    def why(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        since: float | None = None,
-        extra: ExtraLike | None = None,
-    ) -> tuple[Miss, ...]:
-        """Return why tokens of a prompt are missing: in order, without gaps, to its end.
-
-        ``start`` is the length of the stored prefix, as `lookup` returned it; stored blocks from
-        ``start`` on are passed over as well. Stored blocks behind a missing one cannot be used and
-        share its fate. ``since`` (Unix seconds): a tier that failed or was late since then counts
-        as unavailable even for blocks it holds; give it after a `get` that returned less than was
-        found. ``extra`` as in `put`.
-
-        Reads and queries nothing. Cost: a few µs a block behind ``start``.
-
-        Raises:
-            InvalidValue: tokens or ``start`` are wrong.
-        """
-        since = None if since is None else number("since, in Unix seconds,", since)
-        return self._kept.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
-
-    def ended(
-        self,
-        tokens: TokensLike,
-        *,
-        prompt: int,
-        ended: Ended = _UNKNOWN,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> None:
-        """Record that a request ended: of ``tokens``, those from ``prompt`` on are its answer.
-
-        The store then recognises the conversation's next prompt, by its tokens alone. It learns
-        when conversations return, for tiers with ``policy=returns``, and which tokens of answers
-        the next prompt contains (`worth`). ``ended`` says more of the end, if that is known.
-        ``extra`` as in `put`.
-
-        Nothing of it is stored: a store that is opened anew begins to learn anew. Cost: about 1 µs
-        a block and 20 µs; with ``policy=returns`` 3 µs more for each block that a tier holds.
-        `kvkeep.store.tiers.conversations` has the bounds of memory.
-
-        Raises:
-            InvalidValue: tokens or ``prompt`` are wrong.
-            IllegalStep: the store is closed.
-        """
-        self._tiered.check_open()
-        row, _, names = given = self._prompt(tokens, 0, tenant, extra)
-        prompt = whole("prompt", prompt, 0, len(row))
-        check_type("ended", ended, Ended, "an Ended(…)")
-        returns, chain = self._tiered.returns, _chain(given)
-        beside: list[bytes] = []
-        if returns.waits is not None:
-            # The next prompt may go on where the answer ended, or where it began.
-            size = names.block_tokens
-            with closed_is_illegal():
-                for end in dict.fromkeys((len(row), prompt)):
-                    full = list(chain.blocks[: end // size])
-                    one = given._replace(row=row[:end])
-                    beside += self._kept.beside(self._tiered, one, full)
-        returns.ended(chain, prompt, ended, names.space, beside)
-
-    def worth(
-        self,
-        answer: int,
-        *,
-        ended: Ended | None = None,
-        first: int | None = None,
-        tenant: str | None = None,
-    ) -> int:
-        """Return how many leading tokens of an answer of ``answer`` tokens are worth storing.
-
-        Chat templates leave reasoning out of later prompts, so most tokens of such answers are
-        never read again. What share is, the store learns from `ended` and from the prompts that
-        follow, by tenant, ``ended.stop``, length and ``first`` token of the answer, which tells
-        answers with reasoning from others; until it has seen that answers are not read, all of an
-        answer is worth storing. Without ``ended``, the answer may become
-        longer, and what is returned holds however it will end.
-
-        Raises:
-            InvalidValue: ``answer`` is negative.
-        """
-        self._tiered.check_open()
-        answer = whole("answer", answer, 0)
-        first = None if first is None else whole("first", first)
-        check_type("ended", ended, Ended | None, "an Ended(…)")
-        conversations = self._tiered.returns.conversations
-        return conversations.kept(self._names_of(tenant).space, answer, ended, first)
-
-    def unkept(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        answer: bool = False,
-        unread: bool = False,
-        extra: ExtraLike | None = None,
-    ) -> None:
-        """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
-
-        The recorded reason is a full queue; with ``answer``, that generated tokens are not to be
-        stored; with ``unread``, that answers like this one are never read again (`worth`), which
-        also counts in `StoreStats.unread_tokens`. ``extra`` as in `put`.
-        """
-        self._tiered.check_open()
-        row, start, names = self._prompt(tokens, start, tenant, extra)
-        if switch("unread", unread):
-            self._unread(names.full(row)[start // self.block_tokens :], len(row) - start)
-            return
-        blocks = names.full(row)[-(-start // self.block_tokens) :]
-        if switch("answer", answer):
-            self._tiered.losses.note(blocks, "", "refused", "answer")
-        else:
-            self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
-
-    def _unread(self, blocks: Sequence[bytes], tokens: int) -> None:
-        self._reporter.counters.count(unread_tokens=tokens)
-        self._tiered.losses.note(blocks, "", "refused", "unread")
-
-    def touch(
-        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
-    ) -> None:
-        """Count a use of the stored blocks of ``tokens``, whose KV was found elsewhere.
-
-        Engines call it on hits in their own memory; otherwise the most used prefixes would be the
-        first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
-        ``extra`` as in `put`.
-        """
-        with closed_is_illegal():
-            prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
-            self._kept.touch(self._tiered, prompt)
-
-    def prefetch(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> Prefetch:
-        """Start to read the KV of ``tokens[start:]`` into memory, for a later `get`.
-
-        Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
-        `put`.
-        """
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        return self._kept.prefetch(self._tiered, prompt.copied())
-
-    def pin(
-        self,
-        tokens: TokensLike,
-        seconds: float,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> int:
-        """Protect the stored prefix of ``tokens`` from eviction; return the tokens pinned.
-
-        The pin ends after ``seconds``. It holds in every tier that has the blocks, for at most half
-        of each tier. Of snapshots, all that resuming there needs is pinned, or nothing. ``extra``
-        as in `put`.
-        """
-        seconds = seconds_of("seconds", seconds, ends=True)
-        return self._kept.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
-
-    def unpin(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> int:
-        """End the pin of a prompt from ``start`` on; return the tokens that were pinned there.
-
-        Blocks with a token before ``start`` stay pinned; of snapshots, those that end before it.
-        ``extra`` as in `put`.
-        """
-        return self._kept.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
-
-    def remove(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> Removed:
-        """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
-
-        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
-        its last whole block; all tails there, also of shorter prompts; and known blocks of longer
-        prompts behind them. The store remembers some 32,000 links between blocks that it put or
-        read; other blocks behind remain until they are evicted, and are found only if the same
-        prompt is put again. Reads and writes in progress do not bring a block back.
-
-        `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
-        others. Memory of other processes, and their pending writes to shared tiers, are not
-        reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
-        The blocks of a public prefix stay; copies that the tenant stored before it was declared, or
-        while it was not, are deleted. ``extra`` as in `put`.
-
-        Cost: about 1 µs a token, and one delete of as many names in each shared tier.
-
-        Raises:
-            InvalidValue: tokens or ``start`` are wrong.
-            IllegalStep: the store is closed.
-        """
-        prompt = self._prompt(tokens, start, tenant, extra)
-        with closed_is_illegal():
-            self._tiered.returns.conversations.forget(_chain(prompt), start)
-            # Public blocks are not this tenant's to delete; its own copies of them are.
-            private = prompt._replace(names=prompt.names.private())
-            return self._kept.remove(self._tiered, private)
-
-    def clear(self, *, tenant: str | None = None) -> Removed:
-        """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
-
-        They are found no more from now on, what is put afterwards is. A tier that fails to list or
-        delete, or makes no progress for its timeout, is named in `Removed.failed`: it serves none
-        of the old blocks until this store is closed, but other processes find them there, and this
-        one after a restart, unless it is cleared again.
-
-        Cost: that of listing every tier, which they do in parallel.
-        """
-        space = self._names_of(tenant).space
-        with closed_is_illegal():
-            self._tiered.returns.conversations.clear(space)
-            return self._tiered.clear(space)
-
-    def stats(self) -> StoreStats:
-        """Return the counts since the store was opened, and the state of every tier."""
-        return self._reporter.counters.stats(tuple(self._tiered.stats()))
-
-    def _requested(self, prompt: PromptBlocks) -> PromptBlocks:
-        """Report a prompt to what follows conversations, if ends of requests are reported."""
-        self._tiered.check_open()
-        if len(self._tiered.returns.conversations):
-            self._tiered.returns.requested(_chain(prompt))
-        return prompt
-
-    def _names_of(self, tenant: str | None = None) -> Names:
-        return self._names.of(tenant)
-
-    def _prompt(
-        self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
-    ) -> PromptBlocks:
-        """Check the arguments that name a prompt."""
-        row = as_tokens(tokens)
-        start = whole("start", start, 0, len(row))
-        extras = () if extra is None else as_extras(extra, len(row))
-        return PromptBlocks(row, start, self._names.of_prompt(tenant, row, extras))
-
-
-def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
-    """Announce a tenant; a closed store still names blocks (`PromptStore.root`)."""
-    with suppress(IllegalStep):
-        tiered.announce(space, tenant)
-
-
-def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
-    """Return the weights of tenants, with the spaces of those that are named."""
-    if config.shares is None:
-        return None
-    spaces: dict[bytes, str | None] = {names.shared().space: None}
-    for tenant in {**config.quotas, **config.shares, config.namespace.tenant: 0}:
-        spaces[names.of(tenant).space] = tenant
-    return TenantWeights(config.shares, spaces)
-
-
-def _chain(prompt: PromptBlocks) -> Chain:
-    row, _, names = prompt
-    size, public = names.block_tokens, len(names.public)
-    return Chain(names.root, names.full(row), size, len(row), row, public)
-
-
-class ModelBinding:
-    """The identity of the only model whose KV a store accepts, once that is known.
-
-    Thread safety: all methods. Users of a shared store have one binding.
-    """
-
-    def __init__(self, name: str, revision: str) -> None:
-        self._name = name
-        self._identity = revision if is_loaded(revision) else None
-        self._lock = threading.Lock()
-
-    def bind(self, identity: str) -> None:
-        """See `KVStore.bind`."""
-        if not is_loaded(identity):
-            raise InvalidValue(
-                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
-                "model is needed"
-            )
-        with self._lock:
-            bound = self._identity = self._identity or identity
-        if bound != identity:
-            raise InvalidValue(
-                f"the store {self._name!r} holds KV of the model {bound}, and this model is "
-                f"{identity}: its weights, configuration or adapters differ; open a store for it "
-                "with KVStore(geometry, model=…)"
-            )
-
-
-class KVReporter:
-    """Counts the tokens of a store's puts and gets, and reports each operation.
-
-    ``began`` is what `Timing.begin` returned. Thread safety: all methods.
-    """
-
-    def __init__(self, token_bytes: int, timing: Timing) -> None:
-        self._token_bytes = token_bytes
-        self._timing = timing
-        self.counters = StoreCounters()
-
-    def put(self, began: float, given: int, put: Put, tier: str) -> None:
-        """Report a put of ``given`` tokens; ``tier`` is the first one."""
-        self.counters.count(
-            puts=1, put_tokens=put.tokens, skipped_tokens=put.skipped, dropped_tokens=put.dropped
-        )
-        if began:
-            tiers = [(tier, put.tokens)] if put.tokens else []
-            size = put.tokens * self._token_bytes
-            self._timing.end(began, "put", asked=given, moved=put.tokens, size=size, tiers=tiers)
-
-    def get(self, began: float, requested: int, loaded: LoadedKV | LoadedSnapshot) -> None:
-        """Report a get of ``requested`` tokens."""
-        tokens = loaded.tokens
-        self.counters.count(gets=1, asked_tokens=requested, hit_tokens=tokens)
-        if began:
-            size = tokens * self._token_bytes
-            self._timing.end(
-                began, "get", asked=requested, moved=tokens, size=size, tiers=loaded.tiers
-            )
+    def _count(self, ready: int) -> int:
+        if self._whole and ready < len(self._lengths):
+            return 0
+        return self.start + sum(self._lengths[:ready]) if ready else 0

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
-from kvkeep.core.errors import InvalidValue, UnsupportedModel, check_type, switch, told, whole
-from kvkeep.core.returns import Ended
-from kvkeep.store.blocks.stats import Lookup, closed_is_illegal, runs_of
-from kvkeep.store.kv.forms import Form
-from kvkeep.store.kv.kept import (
-    Followers,
-    KeptPrompts,
-    Prefetch,
-    WholeBlocks,
-    delete_ids,
-    misses_behind,
+from kvkeep.core.errors import (
+    IllegalStep,
+    InvalidValue,
+    UnsupportedModel,
+    check_type,
+    number,
+    switch,
+    told,
+    whole,
 )
+from kvkeep.core.extras import as_extras
+from kvkeep.core.geometry import parse_bytes
+from kvkeep.core.public import PublicPrefixes
+from kvkeep.core.returns import Ended
+from kvkeep.core.tokens import as_tokens
+from kvkeep.store.blocks.base import Store
+from kvkeep.store.blocks.stats import StoreCounters, closed_is_illegal, seconds_of
+from kvkeep.store.identity import is_loaded
+from kvkeep.store.kv.forms import window_start
+from kvkeep.store.kv.names import TenantNames
 from kvkeep.store.kv.options import StoreConfig, StoreOptions
 from kvkeep.store.kv.paying import choose_load
-from kvkeep.store.kv.positions import BASE, PositionFinder, PositionNames
-from kvkeep.store.kv.prompts import PromptStore
-from kvkeep.store.kv.records import window_start
-from kvkeep.store.kv.snapshots import SnapshotTransfers, piece_of, tokens_by_tier
-from kvkeep.store.kv.transfers import KVTransfers
-from kvkeep.store.tiers import Loss, Miss
+from kvkeep.store.kv.positions import PromptIds
+from kvkeep.store.kv.prompts import Followers, PromptRecords
+from kvkeep.store.kv.transfers import Transfers
+from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,353 +44,20 @@ if TYPE_CHECKING:
     from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.stats import Put
-    from kvkeep.store.kv.forms import KV, Layout
-    from kvkeep.store.kv.names import PromptBlocks
+    from kvkeep.store.blocks.stats import Lookup, Put, StoreStats
+    from kvkeep.store.kv.forms import KV, Layout, Snapshot
+    from kvkeep.store.kv.names import Names
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
-    from kvkeep.store.kv.positions import Position
-    from kvkeep.store.kv.records import RecordForms, Snapshot
-    from kvkeep.store.tiers import Removed, TieredStore, TieringPolicy
+    from kvkeep.store.kv.prompts import Prefetch
+    from kvkeep.store.kv.transfers import Get, Loaded
+    from kvkeep.store.tiers import Miss, Removed, TieringPolicy
 
 __all__ = ["KVStore"]
-
-_PIN_TRIES: Final = 8
-"""Positions that a pin tries, ever shorter ones, until one is not larger than pins may be."""
 
 _UNKNOWN = Ended()
 
 
-class PromptLoads(PromptStore):
-    """Reads the KV of prompts: a prefix, or a snapshot.
-
-    Thread safety: all methods.
-    """
-
-    def __init__(self, config: StoreConfig) -> None:
-        followers = Followers()
-        self._whole: KVTransfers | None = None
-        self._snapshots: SnapshotTransfers | None = None
-        if isinstance(config.form, Form):
-            self._whole = KVTransfers(config.form, followers)
-            super().__init__(config, WholeBlocks(config.form, followers))
-        else:
-            self._snapshots = SnapshotTransfers(config.form, followers)
-            super().__init__(config, SnapshotRecords(config.form, followers))
-
-    def get(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        out: KV | None = None,
-        sink: Callable[[int, int, KV, str], bool] | None = None,
-        form: Literal["tensor", "tuples"] = "tensor",
-        sources: list[tuple[str, int]] | None = None,
-        pays: bool = False,
-        slower: list[Miss] | None = None,
-        extra: ExtraLike | None = None,
-    ) -> tuple[KV | None, int]:
-        """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
-
-        The result is ``(kv, n)`` with the KV of ``tokens[start : start + n]``, or ``(None, 0)``.
-        It ends before the first block that is missing, damaged, or not read in time.
-
-        Args:
-            deadline: seconds from now.
-            out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
-                its beginning. Otherwise new CPU memory is allocated.
-            sink: ``sink(start, stop, kv, source)`` is called in this thread for each block in
-                order, with the KV of tokens ``start`` … ``stop - 1``, which is the store's memory,
-                and its source as in ``sources``; it copies ``kv``, and returns whether more is
-                wanted. The result then is ``(None, n)``.
-            form: of new memory: one tensor, or "tuples", a pair for each layer.
-            sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
-            pays: load only what is faster to load than to compute (`worth_loading`), and end a load
-                that becomes slower than that. All is loaded until ``cost.prefill`` has observed
-                a pass or has a seed.
-            slower: a list to which the reasons are appended for tokens that are stored and were
-                not loaded because computing is faster.
-            extra: as in `put`.
-
-        Raises:
-            InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
-            IllegalStep: the store is closed.
-        """
-        began = self._timing.begin()
-        given: object = form
-        if not isinstance(given, str) or given not in ("tensor", "tuples"):
-            raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
-        _check_lists(sources, slower)
-        if sink is not None and not callable(sink):
-            raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        loaded = self._transfers("get", "get_snapshot").get(
-            self._tiered, prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline,
-            sources=bool(began) or sources is not None,
-            choose=self._choosing(prompt, len(prompt.row)) if switch("pays", pays) else None,
-        )  # fmt: skip
-        if sources is not None:
-            sources += loaded.tiers
-        if slower is not None:
-            slower += loaded.slower
-        self._reporter.get(began, len(prompt.row) - start, loaded)
-        return loaded.kv, loaded.tokens
-
-    def worth_loading(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        length: int | None = None,
-        tenant: str | None = None,
-        extra: ExtraLike | None = None,
-    ) -> LoadChoice:
-        """Return how much of the stored prefix of ``tokens`` is worth loading; read no KV.
-
-        `cost` has the expected seconds of both. Tiers teach it what loading takes; the caller
-        reports each forward pass: ``store.cost.prefill.observe([(start, stop)], seconds)``. The
-        KV of the first ``start`` tokens is there already. ``length`` is that of the prompt, if
-        ``tokens`` are only its beginning. ``extra`` as in `put`.
-
-        Raises:
-            InvalidValue: tokens, ``start`` or ``length`` are wrong.
-            IllegalStep: the store is closed.
-        """
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        length = len(prompt.row) if length is None else whole("length", length, len(prompt.row))
-        with closed_is_illegal():
-            pieces = self._kept.pieces(self._tiered, prompt, self.tiers)
-        return self._choosing(prompt, length)(pieces)
-
-    def get_snapshot(
-        self,
-        tokens: TokensLike,
-        start: int = 0,
-        *,
-        limit: int | None = None,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        sources: list[tuple[str, int]] | None = None,
-        pays: bool = False,
-        slower: list[Miss] | None = None,
-        extra: ExtraLike | None = None,
-    ) -> Snapshot | None:
-        """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
-
-        At a position all groups of layers agree: the KV of every token before it, whole windows,
-        and a state exactly there. If a record proves damaged, missing or late, the longest shorter
-        position is tried.
-
-        Args:
-            start: the first token of layers that keep every token; positions up to there, and KV
-                in front of it, are not looked for. The caller has them.
-            limit: the longest position that is of use; by default all tokens.
-            deadline: seconds from now.
-            sources, extra: as in `get`.
-            pays, slower: as in `get`; the position is loaded whole or not at all.
-
-        The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
-        tokens from `window_start` on.
-
-        Raises:
-            InvalidValue: tokens, ``start`` or ``limit`` are wrong.
-            UnsupportedModel: the store keeps blocks of all layers.
-            IllegalStep: the store is closed.
-        """
-        transfers = self._kept_snapshots("get_snapshot")
-        began = self._timing.begin()
-        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        choose = self._choosing(prompt, len(prompt.row)) if switch("pays", pays) else None
-        _check_lists(sources, slower)
-        if limit is not None:
-            limit = whole("limit", limit, start, len(prompt.row))
-            prompt = prompt._replace(row=prompt.row[:limit])
-        loaded = transfers.get(
-            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None,
-            choose=choose,
-        )  # fmt: skip
-        if sources is not None:
-            sources += loaded.tiers
-        if slower is not None:
-            slower += loaded.slower
-        self._reporter.get(began, len(prompt.row) - start, loaded)
-        return loaded.snapshot
-
-    @property
-    def snapshots(self) -> bool:
-        """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
-        return self._snapshots is not None
-
-    def _choosing(
-        self, prompt: PromptBlocks, length: int
-    ) -> Callable[[list[LoadPiece]], LoadChoice]:
-        return partial(choose_load, self.cost, prompt.start, length)
-
-    def _transfers(self, call: str, instead: str) -> KVTransfers:
-        if self._whole is None:
-            raise UnsupportedModel(
-                f"this store keeps snapshots, as the layers of the model differ; use {instead} "
-                f"instead of {call}"
-            )
-        return self._whole
-
-    def _kept_snapshots(self, call: str) -> SnapshotTransfers:
-        self._tiered.check_open()
-        if self._snapshots is None:
-            raise UnsupportedModel(
-                f"this store keeps blocks of all layers, with put and get; {call} needs "
-                "KVStore(…, snapshots=True)"
-            )
-        return self._snapshots
-
-
-def _check_lists(sources: object, slower: object) -> None:
-    for name, value in (("sources", sources), ("slower", slower)):
-        check_type(name, value, list | None, "a list")
-
-
-class SnapshotRecords(KeptPrompts):
-    """Records of each group of layers. A prompt resumes where all of them agree."""
-
-    def __init__(self, forms: RecordForms, followers: Followers) -> None:
-        self.block_shape = forms.block_shape
-        self._forms = forms
-        self._followers = followers
-
-    def _finder(
-        self, tiered: TieredStore, prompt: PromptBlocks, *, ask: bool = True
-    ) -> PositionFinder:
-        return PositionFinder(tiered, PositionNames(self._forms, prompt), ask=ask)
-
-    def lookup(self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]) -> Lookup:
-        finder = self._finder(tiered, prompt)
-        position = finder.longest()
-        stored = finder.stored if self._forms.base is not None else 0
-        if position is None:
-            return Lookup(0, (), stored)
-        named = [tiers[level] for level in position.levels]
-        parts = tokens_by_tier(zip(position.pieces, named, strict=True), position.tokens, 0)
-        return Lookup(position.tokens, runs_of(parts), max(stored, position.tokens))
-
-    def pieces(
-        self, tiered: TieredStore, prompt: PromptBlocks, tiers: Sequence[str]
-    ) -> list[LoadPiece]:
-        names = PositionNames(self._forms, prompt)
-        position = PositionFinder(tiered, names, start=prompt.start).longest()
-        return [] if position is None else [piece_of(position, prompt.start, tiers)]
-
-    def why(
-        self, tiered: TieredStore, prompt: PromptBlocks, since: float | None
-    ) -> tuple[Miss, ...]:
-        row, start, names = prompt
-        losses_of = partial(tiered.losses_of, since=since)
-        if start == len(row):
-            return ()
-        ids = PositionNames(self._forms, prompt)
-        size = names.block_tokens
-        first, stored = start // size, len(row)
-        if self._forms.base is not None:
-            losses = losses_of(ids.full[first:])
-            blocks = first + next((at for at, loss in enumerate(losses) if loss), len(losses))
-            tails = [] if blocks * size == len(row) else losses_of(ids.tails(blocks))
-            tail = max((count for count, loss in enumerate(tails, start=1) if not loss), default=0)
-            stored = max(start, blocks * size + tail)
-        # Up to `stored`, the missing records are those that only resuming needs.
-        ends = [*range((first + 1) * size, stored + 1, size)]
-        if start < stored and stored % size:
-            ends.append(stored)
-        found = [loss for loss in losses_of(self._beside(ids, ends)) if loss and loss.at]
-        last = max(found, key=lambda loss: loss.at or 0.0, default=Loss("", "never", None, "state"))
-        gap = Miss(start, stored, *last) if stored > start else None
-        if stored == len(row):
-            return () if gap is None else (gap,)
-        return misses_behind(names, losses_of, row, stored, gap)
-
-    def _beside(self, ids: PositionNames, ends: Sequence[int]) -> list[bytes]:
-        """Return the ids of the states and windows that end at some positions."""
-        found = [ids.state(end) for end in ends] if self._forms.states is not None else []
-        for group in range(len(self._forms.windows)):
-            found += [ids.window(group, end) for end in ends]
-        return found
-
-    def touch(self, tiered: TieredStore, prompt: PromptBlocks) -> None:
-        position = self._finder(tiered, prompt, ask=False).longest()
-        if position is not None:
-            tiered.used([piece.id for piece in position.pieces])
-
-    def beside(self, tiered: TieredStore, prompt: PromptBlocks, full: list[bytes]) -> list[bytes]:
-        ids = PositionNames(self._forms, prompt, full)
-        position = PositionFinder(tiered, ids, ask=False).longest()
-        if position is None:
-            return []
-        size = ids.size
-        return [one.id for one in position.pieces if one.group != BASE or one.stop % size]
-
-    def prefetch(self, tiered: TieredStore, prompt: PromptBlocks) -> Prefetch:
-        lengths: list[int] = []
-
-        def plan() -> tuple[list[bytes], list[int]]:  # in a thread: a lookup may query slow tiers
-            position = self._finder(tiered, prompt).longest()
-            pieces = [] if position is None else position.pieces
-            lengths.extend(_lengths(position))
-            return [piece.id for piece in pieces], [piece.raw_bytes for piece in pieces]
-
-        return Prefetch(tiered.prefetch(plan), 0, lengths, whole=True)
-
-    def pin(self, tiered: TieredStore, prompt: PromptBlocks, seconds: float) -> int:
-        for _ in range(_PIN_TRIES):
-            position = self._finder(tiered, prompt).longest()
-            if position is None:
-                break
-            ids = [piece.id for piece in position.pieces]
-            count = tiered.pins.pin_all(ids, seconds)
-            if count == len(ids):
-                return position.tokens
-            # A shorter position may fit: in any case, none behind the last base record that did.
-            fits = [p.stop for p in position.pieces[:count] if p.group == BASE]
-            most = min(max(fits, default=0), position.tokens - 1)
-            prompt = prompt._replace(row=prompt.row[:most])
-        return 0
-
-    def unpin(self, tiered: TieredStore, prompt: PromptBlocks) -> int:
-        ids, start = list(PositionNames(self._forms, prompt).every(0)), prompt.start
-        pinned = tiered.pins.pinned(ids)
-        whole = prompt._replace(start=0)
-        tokens = self._longest_pinned(tiered, whole, pinned) if pinned else 0
-        if start:
-            ids = list(PositionNames(self._forms, prompt).every(start))
-        tiered.pins.unpin(ids)
-        return max(0, tokens - start)
-
-    def _longest_pinned(self, tiered: TieredStore, prompt: PromptBlocks, pinned: set[bytes]) -> int:
-        """Return the longest position whose records are all ``pinned``; longer ones may follow."""
-        for _ in range(_PIN_TRIES):
-            position = self._finder(tiered, prompt).longest()
-            if position is None:
-                break
-            if all(piece.id in pinned for piece in position.pieces):
-                return position.tokens
-            prompt = prompt._replace(row=prompt.row[: position.tokens - 1])
-        return 0
-
-    def remove(self, tiered: TieredStore, prompt: PromptBlocks) -> Removed:
-        tiered.check_open()
-        ids = list(PositionNames(self._forms, prompt).every(prompt.start))
-        return delete_ids(ids, self._followers, tiered.remove)
-
-
-def _lengths(position: Position | None) -> list[int]:
-    """Return for each record of a position the tokens that it adds; in all, its tokens."""
-    if position is None:
-        return []
-    lengths = [p.stop - p.start if p.group == BASE else 0 for p in position.pieces]
-    lengths[-1] += position.tokens - sum(lengths)
-    return lengths
-
-
-class KVStore(PromptLoads):
+class KVStore(Store):
     """The KV of one model, stored in blocks of ``block_tokens`` tokens over several tiers.
 
     A block's key is a hash of all tokens up to its end and of a namespace: model, revision, dtype,
@@ -420,6 +95,12 @@ class KVStore(PromptLoads):
     Raises:
         InvalidValue: an argument is wrong; nothing stays open.
 
+    Attributes:
+        geometry: of the model.
+        namespace: everything on which the bytes of the KV depend.
+        block_tokens: tokens of a block.
+        public: the prefixes that all tenants share.
+
     Notes
     -----
     Thread safety: all methods. After the store is closed, also by another thread during a call,
@@ -447,12 +128,41 @@ class KVStore(PromptLoads):
         snapshots: bool | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        config = StoreConfig.of(
-            geometry, model=model, revision=revision, tiers=tiers, layout=layout,
+        config = StoreConfig(
+            geometry=geometry, model=model, revision=revision, tiers=tiers, layout=layout,
             block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
             quotas=quotas, shares=shares, snapshots=snapshots, cost=cost,
         )  # fmt: skip
-        super().__init__(config)
+        self.geometry = config.geometry
+        self.layout = config.layout
+        self.block_tokens = config.block_tokens
+        self.namespace = config.namespace
+        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
+        self.public = PublicPrefixes()
+        self._names = TenantNames(self.namespace, self.block_tokens, self.public)
+        self._forms = forms = config.forms
+        followers = Followers()
+        self._records = PromptRecords(forms, followers)
+        self._transfers = Transfers(forms, followers)
+        self._counters = StoreCounters()
+        limits = {
+            self._names_of(name).space: parse_bytes(limit) for name, limit in (quotas or {}).items()
+        }
+        weights = _weights(self._names, config)
+        front, below = open_tiers(
+            config.tiers, forms.block_shape, shares=weights is not None,
+            prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
+        )  # fmt: skip
+        tiered = TieredStore(
+            front, below, policy, notes=self._names.notes, shares=weights, cost=cost
+        )
+        if weights is not None:
+            self._names.made = partial(_announce, tiered)
+        super().__init__(tiered, "tokens")
+        self._pin_memory()
+        for space, limit in limits.items():
+            self._tiered.set_quota(space, limit)
+        self._tiered.expect(self._names_of().space)
 
     @staticmethod
     def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
@@ -466,7 +176,7 @@ class KVStore(PromptLoads):
             InvalidValue: the store is open with another configuration; the message names the
                 difference.
         """
-        given = StoreConfig.of(geometry, **options).compared()
+        given = StoreConfig(geometry=geometry, **options).compared()
         return KVStore._take(name, given, lambda: KVStore(geometry, **options))
 
     def put(
@@ -502,9 +212,9 @@ class KVStore(PromptLoads):
             answer: where an answer begins that is complete and ended as ``ended`` says. What of it
                 is never read again (`worth`) is not stored, and counted in `Put.unread`. The store
                 learns that from `ended`, which is called as well.
-            exact: how many leading tokens have exact KV, where the caller knows. From there on it
-                is not, as it was decoded by a lossy codec, or computed behind such KV, and tiers
-                with an exact codec do not take it. None: by what this store gave out.
+            exact: how many leading tokens have exact KV; None: all. From there on it was decoded
+                by a lossy codec, or computed behind such KV, and tiers with an exact codec do not
+                take it. `Get.exact` of the request's `get` is handed on here.
             extra: ``[(position, bytes)]``: bytes that belong to tokens, such as an image to its
                 placeholder. Positions count from ``tokens[0]``. They become part of the keys of
                 all blocks from there on.
@@ -513,22 +223,21 @@ class KVStore(PromptLoads):
             InvalidValue: tokens, ``start``, ``exact``, or the shape or dtype of ``kv`` are wrong.
             IllegalStep: the store is closed.
         """
-        began = self._timing.begin()
-        transfers = self._transfers("put", "put_snapshot")
+        began = self._begin()
+        self._needs(snapshots=False, call="put")
         wait, tail, replace = switch("wait", wait), switch("tail", tail), switch("replace", replace)
         if exact is not None:
             exact = whole("exact", exact, 0)
         prompt = self._prompt(tokens, start, tenant, extra)
         if not start:  # else parts of it were asked for, or put, before
             self._requested(prompt)
-        stop = len(prompt.row)
+        stop = len(prompt)
         if answer is not None:
             stop = self._keep_until(prompt, answer, ended, tenant)
-        put = transfers.put(
+        put = self._transfers.put(
             self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace, exact=exact
         )
-        self._reporter.put(began, len(prompt.row) - start, put, self._tiered.memory.name)
-        return put
+        return self._stored(began, len(prompt) - prompt.start, put)
 
     def window_start(self, layer: int, tokens: int) -> int:
         """Return the first token that ``layer`` needs to go on behind ``tokens`` tokens.
@@ -587,31 +296,555 @@ class KVStore(PromptLoads):
             UnsupportedModel: the store keeps blocks of all layers.
             IllegalStep: the store is closed.
         """
-        transfers = self._kept_snapshots("put_snapshot")
-        began = self._timing.begin()
+        self._needs(snapshots=True, call="put_snapshot")
+        began = self._begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
-        transfers.check(snapshot, len(prompt.row))
+        self._transfers.check(snapshot, len(prompt))
         wait, replace = switch("wait", wait), switch("replace", replace)
         if not snapshot.start:
             self._requested(prompt)
-        prompt = prompt._replace(row=prompt.row[: snapshot.tokens])
-        put = transfers.put(self._tiered, prompt, snapshot, wait=wait, replace=replace)
-        given = snapshot.tokens - snapshot.start
-        self._reporter.put(began, given, put, self._tiered.memory.name)
-        return put
+        put = self._transfers.put_snapshot(
+            self._tiered, prompt.cut(snapshot.tokens), snapshot, wait=wait, replace=replace
+        )
+        return self._stored(began, snapshot.tokens - snapshot.start, put)
 
-    def _keep_until(
-        self, prompt: PromptBlocks, answer: int, ended: Ended, tenant: str | None
-    ) -> int:
-        tokens = len(prompt.row)
+    def _keep_until(self, prompt: PromptIds, answer: int, ended: Ended, tenant: str | None) -> int:
+        tokens = len(prompt)
         answer = whole("answer", answer, 0, tokens)
         check_type("ended", ended, Ended, "an Ended(…)")
         first = int(prompt.row[answer]) if answer < tokens else None
         worth = self.worth(tokens - answer, ended=ended, first=first, tenant=tenant)
         stop = max(prompt.start, answer + worth)
         if stop < tokens:
-            self._unread(prompt.names.full(prompt.row)[stop // self.block_tokens :], tokens - stop)
+            self._unread(prompt.full[stop // self.block_tokens :], tokens - stop)
         return stop
+
+    def get(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        deadline: float | None = None,
+        tenant: str | None = None,
+        out: KV | None = None,
+        sink: Callable[[int, int, KV, str], bool] | None = None,
+        form: Literal["tensor", "tuples"] = "tensor",
+        sources: list[tuple[str, int]] | None = None,
+        pays: bool = False,
+        slower: list[Miss] | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Get:
+        """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
+
+        The result is ``(kv, n)`` with the KV of ``tokens[start : start + n]``, or ``(None, 0)``.
+        It ends before the first block that is missing, damaged, or not read in time: `Get.miss`
+        says why. `Get.exact` says what of it is exact, for the put of the same request.
+
+        Args:
+            deadline: seconds from now.
+            out: room for all of ``tokens[start:]``, in any form that `put` takes; the result is
+                its beginning. Otherwise new CPU memory is allocated.
+            sink: ``sink(start, stop, kv, source)`` is called in this thread for each block in
+                order, with the KV of tokens ``start`` … ``stop - 1``, which is the store's memory,
+                and its source as in ``sources``; it copies ``kv``, and returns whether more is
+                wanted. The result then is ``(None, n)``.
+            form: of new memory: one tensor, or "tuples", a pair for each layer.
+            sources: a list to which ``(tier, tokens)`` of the tokens read is appended, in order.
+            pays: load only what is faster to load than to compute (`worth_loading`), and end a load
+                that becomes slower than that. All is loaded until ``cost.prefill`` has observed
+                a pass or has a seed.
+            slower: a list to which the reasons are appended for tokens that are stored and were
+                not loaded because computing is faster.
+            extra: as in `put`.
+
+        Raises:
+            InvalidValue: tokens, ``start``, ``out`` or ``form`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        began = self._begin()
+        given: object = form
+        if not isinstance(given, str) or given not in ("tensor", "tuples"):
+            raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
+        _check_lists(sources, slower)
+        if sink is not None and not callable(sink):
+            raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        self._needs(snapshots=False, call="get")
+        loaded = self._transfers.get(
+            self._tiered, prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline,
+            sources=bool(began) or sources is not None,
+            choose=self._choosing(prompt, len(prompt)) if switch("pays", pays) else None,
+        )  # fmt: skip
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+        return loaded.get
+
+    def worth_loading(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        length: int | None = None,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> LoadChoice:
+        """Return how much of the stored prefix of ``tokens`` is worth loading; read no KV.
+
+        `cost` has the expected seconds of both. Tiers teach it what loading takes; the caller
+        reports each forward pass: ``store.cost.prefill.observe([(start, stop)], seconds)``. The
+        KV of the first ``start`` tokens is there already. ``length`` is that of the prompt, if
+        ``tokens`` are only its beginning. ``extra`` as in `put`.
+
+        Raises:
+            InvalidValue: tokens, ``start`` or ``length`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        length = len(prompt) if length is None else whole("length", length, len(prompt))
+        with closed_is_illegal():
+            pieces = self._records.pieces(self._tiered, prompt)
+        return self._choosing(prompt, length)(pieces)
+
+    def get_snapshot(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        limit: int | None = None,
+        deadline: float | None = None,
+        tenant: str | None = None,
+        sources: list[tuple[str, int]] | None = None,
+        pays: bool = False,
+        slower: list[Miss] | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Snapshot | None:
+        """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
+
+        At a position all groups of layers agree: the KV of every token before it, whole windows,
+        and a state exactly there. If a record proves damaged, missing or late, the longest shorter
+        position is tried.
+
+        Args:
+            start: the first token of layers that keep every token; positions up to there, and KV
+                in front of it, are not looked for. The caller has them.
+            limit: the longest position that is of use; by default all tokens.
+            deadline: seconds from now.
+            sources, extra: as in `get`.
+            pays, slower: as in `get`; the position is loaded whole or not at all.
+
+        The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
+        tokens from `window_start` on.
+
+        Raises:
+            InvalidValue: tokens, ``start`` or ``limit`` are wrong.
+            UnsupportedModel: the store keeps blocks of all layers.
+            IllegalStep: the store is closed.
+        """
+        self._needs(snapshots=True, call="get_snapshot")
+        began = self._begin()
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
+        _check_lists(sources, slower)
+        if limit is not None:
+            prompt = prompt.cut(whole("limit", limit, prompt.start, len(prompt)))
+        loaded = self._transfers.get_snapshot(
+            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None,
+            choose=choose,
+        )  # fmt: skip
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+        return loaded.snapshot
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether this store keeps snapshots; if not, it keeps blocks of all layers."""
+        return not self._forms.whole
+
+    def _choosing(self, prompt: PromptIds, length: int) -> Callable[[list[LoadPiece]], LoadChoice]:
+        return partial(choose_load, self.cost, prompt.start, length)
+
+    def _loaded(
+        self,
+        began: float,
+        asked: int,
+        loaded: Loaded,
+        sources: list[tuple[str, int]] | None,
+        slower: list[Miss] | None,
+    ) -> None:
+        """Count and log a get, and hand on what is said of it."""
+        if sources is not None:
+            sources += loaded.tiers
+        if slower is not None:
+            slower += loaded.slower
+        moved = loaded.tokens
+        self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
+        if began:
+            size = moved * self.geometry.bytes_per_token
+            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=loaded.tiers)
+
+    def _stored(self, began: float, asked: int, put: Put) -> Put:
+        """Count and log a put; return it."""
+        self._counters.count(
+            puts=1, put_tokens=put.tokens, skipped_tokens=put.skipped, dropped_tokens=put.dropped
+        )
+        if began:
+            tiers = [(self._tiered.memory.name, put.tokens)] if put.tokens else []
+            size = put.tokens * self.geometry.bytes_per_token
+            self._log(began, "put", asked=asked, moved=put.tokens, size=size, tiers=tiers)
+        return put
+
+    def _needs(self, *, snapshots: bool, call: str) -> None:
+        """Raise `UnsupportedModel` if ``call`` is for the other kind of store."""
+        if snapshots:
+            self._tiered.check_open()
+            if self._forms.whole:
+                raise UnsupportedModel(
+                    f"this store keeps blocks of all layers, with put and get; {call} needs "
+                    "KVStore(…, snapshots=True)"
+                )
+        elif not self._forms.whole:
+            raise UnsupportedModel(
+                f"this store keeps snapshots, as the layers of the model differ; use "
+                f"{call}_snapshot instead of {call}"
+            )
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The names of the tiers, fastest first. The first one is in memory."""
+        return self._tiered.names
+
+    def bind(self, identity: str) -> None:
+        """Reserve the store for the loaded model with this `kvkeep.store.model_identity`.
+
+        Engines call it before their first `put` or `get`. A store whose revision is the identity
+        of a loaded model accepts no other model. A store that was named otherwise is reserved for
+        the first model it is bound to until it is closed; only its name tells which model computed
+        the KV stored earlier.
+
+        Raises:
+            InvalidValue: the store is reserved for another model.
+        """
+        self._tiered.check_open()
+        self._binding.bind(identity)
+
+    def lookup(
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+    ) -> Lookup:
+        """Return how many tokens are stored as a prefix, and in which tiers; read no KV.
+
+        Of snapshots, the longest position at which all groups of layers agree.
+
+        Blocks may be evicted, or prove damaged, before a later `get`. Shared tiers are queried
+        about blocks that are not known here. ``extra`` as in `put`.
+        """
+        prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
+        return self._records.lookup(self._tiered, prompt)
+
+    def why(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        since: float | None = None,
+        extra: ExtraLike | None = None,
+    ) -> tuple[Miss, ...]:
+        """Return why tokens of a prompt are missing: in order, without gaps, to its end.
+
+        ``start`` is the length of the stored prefix, as `lookup` returned it; stored blocks from
+        ``start`` on are passed over as well. Stored blocks behind a missing one cannot be used and
+        share its fate. ``since`` (Unix seconds): a tier that failed or was late since then counts
+        as unavailable even for blocks it holds; give it after a `get` that returned less than was
+        found. ``extra`` as in `put`.
+
+        Reads and queries nothing. Cost: a few µs a block behind ``start``.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+        """
+        since = None if since is None else number("since, in Unix seconds,", since)
+        return self._records.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
+
+    def ended(
+        self,
+        tokens: TokensLike,
+        *,
+        prompt: int,
+        ended: Ended = _UNKNOWN,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> None:
+        """Record that a request ended: of ``tokens``, those from ``prompt`` on are its answer.
+
+        The store then recognises the conversation's next prompt, by its tokens alone. It learns
+        when conversations return, for tiers with ``policy=returns``, and which tokens of answers
+        the next prompt contains (`worth`). ``ended`` says more of the end, if that is known.
+        ``extra`` as in `put`.
+
+        Nothing of it is stored: a store that is opened anew begins to learn anew. Cost: about 1 µs
+        a block and 20 µs; with ``policy=returns`` 3 µs more for each block that a tier holds.
+        `kvkeep.store.tiers.conversations` has the bounds of memory.
+
+        Raises:
+            InvalidValue: tokens or ``prompt`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        self._tiered.check_open()
+        given = self._prompt(tokens, 0, tenant, extra)
+        prompt = whole("prompt", prompt, 0, len(given))
+        check_type("ended", ended, Ended, "an Ended(…)")
+        conversations, chain = self._tiered.conversations, _chain(given)
+        beside: list[bytes] = []
+        if conversations.waits is not None:
+            # The next prompt may go on where the answer ended, or where it began.
+            with closed_is_illegal():
+                for end in dict.fromkeys((len(given), prompt)):
+                    beside += self._records.beside(self._tiered, given.cut(end))
+        conversations.ended(chain, prompt, ended, given.names.space, beside)
+
+    def worth(
+        self,
+        answer: int,
+        *,
+        ended: Ended | None = None,
+        first: int | None = None,
+        tenant: str | None = None,
+    ) -> int:
+        """Return how many leading tokens of an answer of ``answer`` tokens are worth storing.
+
+        Chat templates leave reasoning out of later prompts, so most tokens of such answers are
+        never read again. What share is, the store learns from `ended` and from the prompts that
+        follow, by tenant, ``ended.stop``, length and ``first`` token of the answer, which tells
+        answers with reasoning from others; until it has seen that answers are not read, all of an
+        answer is worth storing. Without ``ended``, the answer may become
+        longer, and what is returned holds however it will end.
+
+        Raises:
+            InvalidValue: ``answer`` is negative.
+        """
+        self._tiered.check_open()
+        answer = whole("answer", answer, 0)
+        first = None if first is None else whole("first", first)
+        check_type("ended", ended, Ended | None, "an Ended(…)")
+        conversations = self._tiered.conversations
+        return conversations.worth(self._names_of(tenant).space, answer, ended, first)
+
+    def unkept(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        answer: bool = False,
+        unread: bool = False,
+        extra: ExtraLike | None = None,
+    ) -> None:
+        """Record that the full blocks of ``tokens[start:]`` were never put, for `why`.
+
+        The recorded reason is a full queue; with ``answer``, that generated tokens are not to be
+        stored; with ``unread``, that answers like this one are never read again (`worth`), which
+        also counts in `StoreStats.unread_tokens`. ``extra`` as in `put`.
+        """
+        self._tiered.check_open()
+        prompt = self._prompt(tokens, start, tenant, extra)
+        start = prompt.start
+        if switch("unread", unread):
+            self._unread(prompt.full[start // self.block_tokens :], len(prompt) - start)
+            return
+        blocks = prompt.full[-(-start // self.block_tokens) :]
+        if switch("answer", answer):
+            self._tiered.losses.note(blocks, "", "refused", "answer")
+        else:
+            self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
+
+    def _unread(self, blocks: Sequence[bytes], tokens: int) -> None:
+        self._counters.count(unread_tokens=tokens)
+        self._tiered.losses.note(blocks, "", "refused", "unread")
+
+    def touch(
+        self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
+    ) -> None:
+        """Count a use of the stored blocks of ``tokens``, whose KV was found elsewhere.
+
+        Engines call it on hits in their own memory; otherwise the most used prefixes would be the
+        first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
+        ``extra`` as in `put`.
+        """
+        with closed_is_illegal():
+            prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
+            self._records.touch(self._tiered, prompt)
+
+    def prefetch(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Prefetch:
+        """Start to read the KV of ``tokens[start:]`` into memory, for a later `get`.
+
+        Returns at once. Reads at most as much as half of the memory tier holds. ``extra`` as in
+        `put`.
+        """
+        prompt = self._requested(self._prompt(tokens, start, tenant, extra))
+        return self._records.prefetch(self._tiered, prompt)
+
+    def pin(
+        self,
+        tokens: TokensLike,
+        seconds: float,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
+        """Protect the stored prefix of ``tokens`` from eviction; return the tokens pinned.
+
+        The pin ends after ``seconds``. It holds in every tier that has the blocks, for at most half
+        of each tier. Of snapshots, all that resuming there needs is pinned, or nothing. ``extra``
+        as in `put`.
+        """
+        seconds = seconds_of("seconds", seconds, ends=True)
+        return self._records.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
+
+    def unpin(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> int:
+        """End the pin of a prompt from ``start`` on; return the tokens that were pinned there.
+
+        Blocks with a token before ``start`` stay pinned; of snapshots, those that end before it.
+        ``extra`` as in `put`.
+        """
+        return self._records.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
+
+    def remove(
+        self,
+        tokens: TokensLike,
+        start: int = 0,
+        *,
+        tenant: str | None = None,
+        extra: ExtraLike | None = None,
+    ) -> Removed:
+        """Delete the stored blocks of ``tokens[start:]`` from every tier, pinned or not.
+
+        This deletes all blocks with a token from ``start`` on, so ``tokens[:start]`` remains up to
+        its last whole block; all tails there, also of shorter prompts; and known blocks of longer
+        prompts behind them. The store remembers some 32,000 links between blocks that it put or
+        read; other blocks behind remain until they are evicted, and are found only if the same
+        prompt is put again. Reads and writes in progress do not bring a block back.
+
+        `Removed.complete` says whether all tiers deleted their blocks; `Removed.failed` names the
+        others. Memory of other processes, and their pending writes to shared tiers, are not
+        reached. A concurrent `put` of the prompt comes before or after, as a whole or in part.
+        The blocks of a public prefix stay; copies that the tenant stored before it was declared, or
+        while it was not, are deleted. ``extra`` as in `put`.
+
+        Cost: about 1 µs a token, and one delete of as many names in each shared tier.
+
+        Raises:
+            InvalidValue: tokens or ``start`` are wrong.
+            IllegalStep: the store is closed.
+        """
+        prompt = self._prompt(tokens, start, tenant, extra)
+        with closed_is_illegal():
+            self._tiered.conversations.forget(_chain(prompt), start)
+            # Public blocks are not this tenant's to delete; its own copies of them are.
+            return self._records.remove(self._tiered, prompt)
+
+    def clear(self, *, tenant: str | None = None) -> Removed:
+        """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
+
+        They are found no more from now on, what is put afterwards is. A tier that fails to list or
+        delete, or makes no progress for its timeout, is named in `Removed.failed`: it serves none
+        of the old blocks until this store is closed, but other processes find them there, and this
+        one after a restart, unless it is cleared again.
+
+        Cost: that of listing every tier, which they do in parallel.
+        """
+        space = self._names_of(tenant).space
+        with closed_is_illegal():
+            self._tiered.conversations.clear(space)
+            return self._tiered.clear(space)
+
+    def stats(self) -> StoreStats:
+        """Return the counts since the store was opened, and the state of every tier."""
+        return self._counters.stats(tuple(self._tiered.stats()))
+
+    def _requested(self, prompt: PromptIds) -> PromptIds:
+        """Report a prompt to what follows conversations, if ends of requests are reported."""
+        self._tiered.check_open()
+        if len(self._tiered.conversations):
+            self._tiered.conversations.requested(_chain(prompt))
+        return prompt
+
+    def _names_of(self, tenant: str | None = None) -> Names:
+        return self._names.of(tenant)
+
+    def _prompt(
+        self, tokens: TokensLike, start: int, tenant: str | None, extra: ExtraLike | None
+    ) -> PromptIds:
+        """Check the arguments that name a prompt."""
+        row = as_tokens(tokens)
+        start = whole("start", start, 0, len(row))
+        extras = () if extra is None else as_extras(extra, len(row))
+        return PromptIds(self._forms, row, start, self._names.of_prompt(tenant, row, extras))
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"
+
+
+def _check_lists(sources: object, slower: object) -> None:
+    for name, value in (("sources", sources), ("slower", slower)):
+        check_type(name, value, list | None, "a list")
+
+
+def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
+    """Announce a tenant; a closed store still names blocks (`PromptStore.root`)."""
+    with suppress(IllegalStep):
+        tiered.announce(space, tenant)
+
+
+def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
+    """Return the weights of tenants, with the spaces of those that are named."""
+    if config.shares is None:
+        return None
+    spaces: dict[bytes, str | None] = {names.shared().space: None}
+    for tenant in {**(config.quotas or {}), **config.shares, config.namespace.tenant: 0}:
+        spaces[names.of(tenant).space] = tenant
+    return TenantWeights(config.shares, spaces)
+
+
+def _chain(prompt: PromptIds) -> Chain:
+    names = prompt.names
+    return Chain(names.root, prompt.full, prompt.size, len(prompt), prompt.row, len(names.public))
+
+
+class ModelBinding:
+    """The identity of the only model whose KV a store accepts, once that is known.
+
+    Thread safety: all methods. Users of a shared store have one binding.
+    """
+
+    def __init__(self, name: str, revision: str) -> None:
+        self._name = name
+        self._identity = revision if is_loaded(revision) else None
+        self._lock = threading.Lock()
+
+    def bind(self, identity: str) -> None:
+        """See `KVStore.bind`."""
+        if not is_loaded(identity):
+            raise InvalidValue(
+                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
+                "model is needed"
+            )
+        with self._lock:
+            bound = self._identity = self._identity or identity
+        if bound != identity:
+            raise InvalidValue(
+                f"the store {self._name!r} holds KV of the model {bound}, and this model is "
+                f"{identity}: its weights, configuration or adapters differ; open a store for it "
+                "with KVStore(geometry, model=…)"
+            )

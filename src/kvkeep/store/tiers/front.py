@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers.memory import MemoryTier
+from kvkeep.store.tiers.shared_memory import SharedMemoryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvkeep.store.tiers.catalogue import Catalogue
+    from kvkeep.store.tiers.index import Index
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
-    from kvkeep.store.tiers.shared_memory import SharedMemoryTier, SharedOrder
+    from kvkeep.store.tiers.shared_memory import SharedOrder
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
     FrontMemory = MemoryTier | SharedMemoryTier
-    FrontOrder = Catalogue | SharedOrder
+    FrontOrder = Index | SharedOrder
 
 __all__ = ["FrontMemory", "FrontOrder", "open_front"]
 
@@ -36,8 +37,6 @@ def open_front(
     Memory that processes share takes no ``shares``; see `open_tiers`.
     """
     if isinstance(spec.backend, MemoryBackend):
-        return MemoryTier(spec, losses=losses, evicted=evicted, shares=shares)
-    from kvkeep.store.tiers.shared_memory import SharedMemoryTier  # noqa: PLC0415 - POSIX only
-
+        return MemoryTier(spec, losses, evicted, shares)
     assert shares is None
-    return SharedMemoryTier(spec, losses=losses, evicted=evicted)
+    return SharedMemoryTier(spec, losses, evicted)

@@ -98,7 +98,7 @@ class Levels:
                 break
             levels.append(level)
         for tier in self.tiers:
-            if not tier.queried and tier.breaker.any_blocks("read", "lookup"):
+            if not tier.queried and tier.calls.any_blocks("read", "lookup"):
                 tier.counters.count(skipped_calls=1)
         return levels
 

@@ -31,9 +31,10 @@ class Miss:
     ``": "`` and more text may follow:
 
     - "evicted": deleted to make room. The name of the tier's eviction policy.
-    - "dropped": never written. "queue full", "no room", "write failed", "breaker" (the circuit
-      breaker is open), "no time" (the tier above had to delete it at once), "write budget"
-      (the tier's write budget is spent), "fault" (a bug of kvkeep; the log has the traceback).
+    - "dropped": never written. "queue full", "no room", "quota" (the tenant's is full), "write
+      failed", "breaker" (the circuit breaker is open), "no time" (the tier above had to delete it
+      at once), "write budget" (the tier's write budget is spent), "fault" (a bug of kvkeep; the
+      log has the traceback).
     - "refused": "admission" (the tiering policy admits it after more touches); "answer" (generated
       tokens, where only prompts are stored); "unread" (generated tokens, where answers like this
       one are never read again); else why the tier does not serve this record.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.keys import Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from kvkeep.store.tiers.calls import BackendCalls
 
@@ -47,7 +47,7 @@ class SpaceNotes:
         """Make `compare` log, once, if the backend holds blocks but none of this namespace."""
         self._expected = space
 
-    def compare(self, there: Container[bytes] | None) -> None:
+    def compare(self, there: Collection[bytes] | None) -> None:
         """If the expected namespace is missing, log how the most similar stored one differs.
 
         ``there`` are the namespaces of stored blocks; None if that is unknown. A changed model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
@@ -72,20 +73,17 @@ def open_backend(url: TierURL) -> Backend:
 
 def _kind_of(url: TierURL) -> Any:
     """Return the class of the backend that ``url`` names. Raises `InvalidValue`, `MissingExtra`."""
-    home = _HOMES.get(url.scheme)
-    if home is not None:
-        module, _, name = home.partition(".")
-        kind = getattr(importlib.import_module(f"kvkeep.store.backends.{module}"), name)
-    else:
-        found = {point.name: point for point in entry_points(group=_GROUP)}
-        if url.scheme not in found:
-            raise InvalidValue(
-                f"{url.safe}: no tier is called {url.scheme}; there are "
-                f"{', '.join(sorted({*_HOMES, *found}))}"
-                f"{did_you_mean(url.scheme, {*_HOMES, *found})}"
-            )
-        kind = found[url.scheme].load()
-    return kind
+    if url.scheme in _HOMES:
+        module, _, name = _HOMES[url.scheme].partition(".")
+        return getattr(importlib.import_module(f"kvkeep.store.backends.{module}"), name)
+    others = {point.name: point for point in entry_points(group=_GROUP)}
+    if url.scheme in others:
+        return others[url.scheme].load()
+    schemes = sorted({*_HOMES, *others})
+    raise InvalidValue(
+        f"{url.safe}: no tier is called {url.scheme}; there are {', '.join(schemes)}"
+        f"{did_you_mean(url.scheme, schemes)}"
+    )
 
 
 def tiering(name: str) -> TieringPolicy:
@@ -149,7 +147,12 @@ def open_tiers(
     memory, *below = opened
     assert isinstance(memory, MemorySpec)
     behind = [tier for tier in below if isinstance(tier, TierSpec)]
-    _name_apart(memory, behind)
+    count = Counter([memory.name])
+    for tier in behind:  # tiers of one scheme are numbered, from the second on
+        scheme = tier.name
+        count[scheme] += 1
+        if count[scheme] > 1:
+            tier.name = f"{scheme}{count[scheme]}"
     return memory, behind
 
 
@@ -171,8 +174,7 @@ def check_tiers(tiers: Sequence[str], *, in_front: bool = True) -> None:
         asked = _read(url, BlockShape(), first=in_front and not at)
         has_budget = _checking(_kind_of(url)).check_url(url)
         url.finish()
-        if not asked.front:
-            asked.require_budget(has=has_budget)
+        asked.check_budget(has=has_budget)
 
 
 def _require_extras(tiers: Sequence[str | Backend]) -> None:
@@ -215,113 +217,86 @@ def _checking(kind: Any) -> type[Backend]:
 
 def _open(place: str | Backend, shape: BlockShape, *, first: bool) -> MemorySpec | TierSpec:
     if isinstance(place, Backend):
-        place.settle_capacity()
-        if place.scheme == "shm":
-            _claim(place, raw=first)
-        if first and place.scheme in _FRONT:
-            return MemorySpec(place, name=place.scheme)  # type: ignore[arg-type]
-        return TierSpec(
-            place.scheme, place, make_codec("raw", shape), partial(codec_of, shape=shape)
-        )
-    asked = _read(TierURL(place), shape, first=first)
-    return _open_front(asked) if asked.front else _open_below(asked)
+        backend, front = place, first and place.scheme in _FRONT
+        asked = _Asked(front, make_codec("raw", shape), partial(codec_of, shape=shape))
+        _prepare(backend, asked)
+    else:
+        url = TierURL(place)
+        asked = _read(url, shape, first=first)
+        backend = open_backend(url)
+        try:
+            url.finish()
+            _prepare(backend, asked)
+            asked.check_budget(has=backend.capacity is not None)
+        except (InvalidValue, BackendFailed):
+            backend.close()
+            raise
+        if asked.timeout is not None:
+            backend.timeout = asked.timeout
+    scheme, options = backend.scheme if asked.url is None else asked.url.scheme, asked.options
+    if asked.front:
+        memory: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
+        return MemorySpec(memory, options.policy, ttl=options.ttl, name=scheme)
+    return TierSpec(scheme, backend, asked.codec, asked.codec_of, options)
 
 
-class _AskedTier(NamedTuple):
-    """What a tier's URL asks for. The options of its backend are still in ``url``."""
+def _prepare(backend: Backend, asked: _Asked) -> None:
+    """Fix the capacity, and keep stores with a shared arena in front from those with it below."""
+    backend.settle_capacity()
+    if backend.scheme == "shm":
+        shared: ShmBackend = backend  # type: ignore[assignment]
+        shared.claim(raw=asked.front)
 
-    url: TierURL
+
+class _Asked(NamedTuple):
+    """What a tier is asked to be. Options of its backend are still in ``url``.
+
+    ``front``: memory in front of the other tiers, of raw blocks.
+    """
+
     front: bool
-    policy: str
     codec: Codec
-    others: Callable[[int], Codec | None]
-    options: TierOptions
+    codec_of: Callable[[int], Codec | None]
+    options: TierOptions = TierOptions()
     timeout: float | None = None
+    url: TierURL | None = None
 
-    def require_budget(self, *, has: bool) -> None:
+    def check_budget(self, *, has: bool) -> None:
         """Raise `InvalidValue` for options of a tier with a budget, unless it ``has`` one."""
-        if not has and (self.options.ttl is not None or self.policy != "lru"):
+        evicts = self.options.ttl is not None or self.options.policy is not tier_policies()["lru"]
+        if not self.front and not has and evicts:
+            assert self.url is not None
             raise InvalidValue(
                 f"{self.url.safe} has no size=, so kvkeep evicts nothing there: "
                 "policy= and ttl= are for tiers with size="
             )
 
 
-def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _AskedTier:
+def _read(url: TierURL, shape: BlockShape, *, first: bool) -> _Asked:
     """Take the options that every tier has out of ``url``. Raises `InvalidValue`; opens nothing."""
     policy = url.choice("policy", list(tier_policies()), "lru")
     ttl = url.seconds("ttl")
     name = url.text("codec", "raw")
-    key_file = url.text("encrypt")
+    key_file, old_files = url.text("encrypt"), url.text("decrypt")
     assert name is not None
-    old_files = url.text("decrypt")
     if old_files is not None and key_file is None:
         raise InvalidValue(f"{url.safe}: decrypt= names old keys to read with; encrypt= is missing")
     key = None if key_file is None else load_key(key_file)
     old_keys = [] if old_files is None else [load_key(file) for file in old_files.split(",")]
     codec = make_codec(name, shape, key, old_keys)
-    others: Callable[[int], Codec | None] = lru_cache(maxsize=256)(
+    by_number: Callable[[int], Codec | None] = lru_cache(maxsize=256)(
         partial(codec_of, shape=shape, key=key, old_keys=old_keys)
     )
-    if url.scheme in _FRONT and first and codec.number == 0:
-        options = TierOptions(policy=tier_policies()[policy], ttl=ttl)
-        if url.scheme == "shm" and policy != "lru":
-            raise InvalidValue(
-                f"{url.safe}: policy={policy} is for memory of one process; from memory that "
-                "processes share, the block used least recently is evicted: leave policy= out"
-            )
-        return _AskedTier(url, True, policy, codec, others, options)
+    front = url.scheme in _FRONT and first and codec.number == 0
+    if front and url.scheme == "shm" and policy != "lru":
+        raise InvalidValue(
+            f"{url.safe}: policy={policy} is for memory of one process; from memory that "
+            "processes share, the block used least recently is evicted: leave policy= out"
+        )
     options = TierOptions(
         policy=tier_policies()[policy],
         ttl=ttl,
-        writes=url.write_budget("writes"),
+        writes=None if front else url.write_budget("writes"),
         readers=_READERS.get(url.scheme, 4),
     )
-    return _AskedTier(url, False, policy, codec, others, options, url.seconds("timeout"))
-
-
-def _open_below(asked: _AskedTier) -> TierSpec:
-    url = asked.url
-    backend = open_backend(url)
-    try:
-        url.finish()
-        if url.scheme == "shm":
-            _claim(backend, raw=False)
-        backend.settle_capacity()
-        asked.require_budget(has=backend.capacity is not None)
-    except (InvalidValue, BackendFailed):
-        backend.close()
-        raise
-    if asked.timeout is not None:
-        backend.timeout = asked.timeout
-    return TierSpec(url.scheme, backend, asked.codec, asked.others, asked.options)
-
-
-def _open_front(asked: _AskedTier) -> MemorySpec:
-    url = asked.url
-    backend = open_backend(url)
-    try:
-        url.finish()
-        if url.scheme == "shm":
-            _claim(backend, raw=True)
-    except (InvalidValue, BackendFailed):
-        backend.close()
-        raise
-    front: MemoryBackend | ShmBackend = backend  # type: ignore[assignment]
-    policy, ttl = asked.options.policy, asked.options.ttl
-    return MemorySpec(front, policy, ttl=ttl, name=url.scheme)
-
-
-def _claim(backend: Backend, *, raw: bool) -> None:
-    """Keep stores that have a shared arena in front from those that have it as a lower tier."""
-    claimed: ShmBackend = backend  # type: ignore[assignment]
-    claimed.claim(raw=raw)
-
-
-def _name_apart(memory: MemorySpec, tiers: Sequence[TierSpec]) -> None:
-    """Number tiers of one scheme, from the second on; the memory tier counts as the first."""
-    seen = {memory.name: 1}
-    for tier in tiers:
-        seen[tier.name] = count = seen.get(tier.name, 0) + 1
-        if count > 1:
-            tier.name = f"{tier.name}{count}"
+    return _Asked(front, codec, by_number, options, None if front else url.seconds("timeout"), url)

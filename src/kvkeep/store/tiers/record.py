@@ -17,22 +17,31 @@
 Integers are little-endian; checksums are big-endian digests. The first 72 bytes name the block: an
 encrypting codec authenticates them with the ciphertext. A checksum detects damage, but a process
 with write access to the tier can forge a record. Encryption prevents that (docs/security.md).
+
+In memory a record is raw KV behind room for a header. There a *mark* says of what origin the KV is,
+so that lossy KV never moves to a place that promises exact KV: decoded by a lossy codec, or
+computed behind such KV. Other processes on a shared memory read it, too.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Final
 
 from kvkeep.core.errors import require
 from kvkeep.core.keys import BLOCK_ID_BYTES
 
 __all__ = [
+    "BEHIND",
+    "EXACT",
     "HEADER_BYTES",
     "INEXACT",
     "BadRecord",
     "RecordHeader",
+    "mark",
     "naming",
+    "origin",
     "read_header",
     "seal",
     "verify",
@@ -47,6 +56,29 @@ _NAME = struct.Struct("<8sHHI48sQ")
 _REST = struct.Struct("<Q16s24x")
 _SUM_AT = _NAME.size + _REST.size
 assert _SUM_AT + 8 == HEADER_BYTES
+
+EXACT: Final = 0
+BEHIND: Final = 0xFFFF
+"""The origin of KV that was computed behind KV that is not exact; other origins are codecs."""
+_MARK = struct.Struct("<8sHH")  # magic, version, origin: as a header begins
+_MARKED: Final = b"kvkeepM\n"
+_HEAD = struct.Struct("<8sHHI")  # magic, version, codec or origin, flags
+
+
+def mark(record: memoryview, made: int) -> None:
+    """Note in memory's ``record`` of what origin its KV is: `EXACT`, a lossy codec, or `BEHIND`."""
+    _MARK.pack_into(record, 0, _MARKED, 1, made)
+
+
+def origin(record: memoryview) -> int:
+    """Return the origin of the KV of memory's ``record``.
+
+    A record that was read or written as it is, raw, has its header in place of a mark.
+    """
+    magic, _, made, flags = _HEAD.unpack_from(record)
+    if magic == _MARKED:
+        return int(made)
+    return BEHIND if magic == _MAGIC and flags else EXACT
 
 
 class BadRecord(Exception):

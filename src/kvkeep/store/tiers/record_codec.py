@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import WITHOUT_KEY_ID, codec_name
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
-from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, naming, seal, verify
+from kvkeep.store.tiers.record import (
+    BEHIND,
+    EXACT,
+    HEADER_BYTES,
+    BadRecord,
+    mark,
+    naming,
+    origin,
+    seal,
+    verify,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

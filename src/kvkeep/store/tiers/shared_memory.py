@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from itertools import takewhile
+import time
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.shm import clock
-from kvkeep.store.tiers.counters import TierCounters, TierStats
-from kvkeep.store.tiers.loss_log import LossLog
-from kvkeep.store.tiers.memory import MemoryLease
-from kvkeep.store.tiers.reserving import Reserving
+from kvkeep.store.tiers.memory import HostMemory, MemoryLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,239 +16,105 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.memory import Draft
     from kvkeep.store.backends.shm import ShmBackend
-    from kvkeep.store.backends.shm.core import Hold
+    from kvkeep.store.backends.shm.rows import Hold
+    from kvkeep.store.tiers.counters import TierCounters, TierStats
+    from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
 
 __all__ = ["SharedMemoryTier", "SharedOrder"]
 
 _AT_ONCE: Final = 256
-_NS: Final = 1_000_000_000
-_LONGEST: Final = 4e9  # seconds of a pin; the arena has no room for more
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
-class SharedMemoryTier:
+class SharedMemoryTier(HostMemory):
     """An arena of raw records that other processes fill and read, too: see `ShmBackend`.
 
-    As `MemoryTier`, which it takes the place of. Eviction, recency, quotas and pins are those of
-    all processes; counters, and the log of losses, are those of this one. What another process
-    evicted is missing here with no loss recorded.
+    Eviction, recency, quotas and pins are those of all processes; counters, and the log of losses,
+    are those of this one. What another process evicted is missing here with no loss recorded.
 
     A failure of the arena, such as a stopped process that holds the lock, is a miss or a drop, and
     is counted as an error.
-
-    Thread safety: all methods.
-
-    Arguments:
-        spec: what to open.
-        losses: records which blocks it lost, and why.
-        evicted: called with each block that was deleted to make room at once.
     """
 
-    def __init__(
-        self,
-        spec: MemorySpec,
-        *,
-        losses: LossLog | None = None,
-        evicted: Callable[[bytes], None] = lambda _block: None,
-    ) -> None:
-        backend = spec.backend
-        assert backend.scheme == "shm"
-        self.backend: ShmBackend = backend  # type: ignore[assignment]
-        self.name = spec.name
-        self.capacity = self.backend.capacity
-        self.counters = TierCounters()
-        self._faults = ArenaFaults(self.backend, self.name, self.counters)
-        self.catalogue = SharedOrder(self.backend, spec.ttl, self._faults)
-        self.losses = LossLog() if losses is None else losses
-        self._evicted = evicted
-        self._arena = self.backend.arena
+    backend: ShmBackend
+    catalogue: SharedOrder
+
+    def __init__(self, spec: MemorySpec, losses: LossLog, evicted: Callable[[bytes], None]) -> None:
+        super().__init__(spec, losses, evicted)
+        assert spec.backend.scheme == "shm"
+        self.backend = spec.backend  # type: ignore[assignment]
+        self._faults = faults = ArenaFaults(self.backend, self.name, self.counters)
+        self.catalogue = SharedOrder(self.backend, spec.ttl, faults)
         # block → holds of the records that are to be demoted, oldest first: a new record may leave,
         # too, while the one that it replaced is still being written
         self._leaving: dict[bytes, list[Hold]] = {}
-        self._owed: list[tuple[bytes, Hold]] = []  # of these, `left` failed
-        self._lock = threading.Lock()  # of `_leaving` and `_owed`
-        self._replacing = threading.Lock()  # keeps `_make_up` from new records
-        self._reserving = Reserving(self.backend, self.capacity, self.catalogue.over_quota)
+        self._lock = threading.Lock()  # of `_leaving`
         self._lost_before = self.backend.lost
 
     @property
-    def leaving_bytes(self) -> int:
+    def leaving_bytes(self) -> int:  # type: ignore[override]
         """Bytes of blocks that any process is demoting, and that are still here."""
-        return self._arena.leaving_bytes
+        return self.backend.leaving_bytes
 
     def __contains__(self, block: object) -> bool:
-        self._make_up()
-        if self.catalogue.ttl is not None:
-            return block in self._leaving or block in self.catalogue
-        assert isinstance(block, bytes)
-        return self.catalogue.find(block) >= 0
-
-    def lease(self, block: bytes) -> MemoryLease | None:
-        """Return access to the record of ``block``, None if it is not here."""
-        leases = self.lease_all([block])
-        return leases[0] if leases else None
-
-    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
-        """`lease` leading ``blocks``, up to the first that is not here. Cost: a lock for 64."""
-        self._make_up()
-        with self._faults:
-            if self.catalogue.ttl is not None:
-                blocks = list(takewhile(self.__contains__, blocks))
-            elif self.catalogue.hidden:
-                hidden = self.catalogue.hidden
-                blocks = list(takewhile(lambda block: block not in hidden, blocks))
-            return [MemoryLease(one.place, one) for one in self.backend.lease_all(blocks)]
-        return []
-
-    def release_all(self, leases: Sequence[MemoryLease]) -> None:
-        """Release ``leases``. Cost: a lock for 64."""
-        self.backend.release_all([one.lease for one in leases if one.lease is not None])
+        return block in self._leaving or block in self.catalogue
 
     def absent(self, blocks: Sequence[bytes]) -> int:
-        """Return how many leading ``blocks`` are not here."""
         if self.catalogue.ttl is not None:
-            return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
-        entries = self.catalogue.find_all(blocks)
-        return next((at for at, entry in enumerate(entries) if entry >= 0), len(blocks))
-
-    def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
-        """Return memory for a record, evicting others for it; None if not enough is evictable."""
-        with self._faults:
-            return self._reserving.reserve(block, raw_bytes, self._evict)
-        return None
-
-    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
-        """`reserve` leading ``blocks``, 64 at most, up to the first without room."""
-        with self._faults:
-            return self._reserving.reserve_all(blocks, raw_bytes, self._evict)
-        return []
+            return super().absent(blocks)
+        records = self.catalogue.find_all(blocks)
+        return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
-        """`commit` all of ``drafts``, under one lock; empty if the arena failed.
-
-        Raises:
-            BackendFailed: the memory was closed.
-        """
-        with self._faults, self._replacing:
-            leases = self.backend.commit_all(drafts)
-            if self.catalogue.hidden:  # the removed records are replaced
-                self.catalogue.hidden.difference_update(draft.block for draft in drafts)
-            return [MemoryLease(lease.place, lease) for lease in leases]
+        """Cost: one lock for all."""
+        with self._faults:
+            return [MemoryLease(lease.place, lease) for lease in self.backend.commit_all(drafts)]
         return []
 
-    def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
-        """Make the record of ``draft`` findable, for all processes, and return access to it.
-
-        None if the arena failed; that is counted.
-
-        Raises:
-            BackendFailed: the memory was closed.
-        """
-        assert draft.block == block
-        leases = self.commit_all([draft])
-        return leases[0] if leases else None
-
     def leave(self, needed: int) -> list[bytes]:
-        """Return blocks to demote, to free ``needed`` bytes; call `left` for each afterwards.
-
-        Until then they are still found, by all processes, and no other process demotes them.
-        Expired blocks are deleted at once instead.
-        """
-        self._make_up()
-        chosen: list[tuple[bytes, Hold]] = []
+        """No other process demotes these blocks meanwhile."""
+        old, blocks = [], []
         with self._faults:
-            chosen = self._arena.evict(needed, None, leave=True)
-        old = [(block, hold) for block, hold in chosen if self.catalogue.is_expired(hold[0])]
-        for block, hold in old:
-            self._left(block, hold)
-        if old:
-            self.losses.note([block for block, _ in old], self.name, "removed", "ttl")
-            expired = set(old)
-            chosen = [one for one in chosen if one not in expired]
-        with self._lock:
-            for block, hold in chosen:
-                self._leaving.setdefault(block, []).append(hold)
-        return [block for block, _ in chosen]
+            for block, hold in self.backend.evict(needed, leave=True):
+                if self.catalogue.is_expired(hold):
+                    self.backend.end_leaving(hold)
+                    old.append(block)
+                    continue
+                blocks.append(block)
+                with self._lock:
+                    self._leaving.setdefault(block, []).append(hold)
+        self._expire(old)
+        return blocks
 
     def left(self, block: bytes) -> None:
-        """Delete ``block``, which `leave` returned, unless it was committed again meanwhile."""
+        """If the arena fails, that is done as soon as it works."""
         with self._lock:
             holds = self._leaving.get(block, [])
             hold = holds.pop(0) if holds else None
             if not holds:
                 self._leaving.pop(block, None)
         if hold is not None:
-            self._left(block, hold)
-
-    def _left(self, block: bytes, hold: Hold) -> None:
-        with self._faults:
-            self.counters.count(evictions=int(self._arena.left(block, hold)))
-            return
-        with self._lock:
-            self._owed.append((block, hold))  # else nobody could ever evict it
+            self.counters.count(evictions=int(self.backend.end_leaving(hold)))
 
     def remove(self, blocks: Sequence[bytes]) -> int:
-        """Delete ``blocks``, for all processes; return the bytes freed.
-
-        Raises:
-            BackendFailed: the arena failed, which is counted. The blocks are hidden from this
-                process, and deleted as soon as it works.
-        """
         try:
             return self.backend.delete(blocks)
         except BackendFailed:
-            self.catalogue.hidden.update(blocks)
             self.counters.count(errors=1)
             raise
 
-    def _make_up(self) -> None:
-        """Do what `left` and `remove` could not."""
-        if self._owed:
-            with self._lock:
-                owed, self._owed = self._owed, []
-            for block, hold in owed:
-                self._left(block, hold)
-        if self.catalogue.hidden:
-            with self._faults, self._replacing:
-                again = list(self.catalogue.hidden)
-                self.backend.delete(again)
-                self.catalogue.hidden.difference_update(again)
-
     def check(self) -> None:
-        """Recount everything; an AssertionError is a bug of kvkeep."""
         self.backend.check()
 
-    def _evict(self, needed: int, space: bytes | None = None) -> bool:
-        """Delete victims at once; return whether there were any."""
-        victims = [block for block, _ in self._arena.evict(needed, space)]
-        self.losses.note(victims, self.name, "evicted", self.catalogue.policy)
-        for block in victims:
-            self._evicted(block)
-        self.counters.count(evictions=len(victims))
-        return bool(victims)
+    def _delete_victims(self, needed: int, space: bytes | None) -> list[bytes]:
+        return [block for block, _ in self.backend.evict(needed, space)]
 
     def stats(self) -> TierStats:
-        """Return the figures at this moment: of all processes, but for the counters.
-
-        The counter ``damaged`` includes records that a repair of the arena dropped since this
-        process opened it.
-        """
-        counters = self.counters.as_dict()
-        counters["damaged"] += self.backend.lost - self._lost_before
-        return TierStats(
-            name=self.name,
-            place=self.backend.describe(),
-            codec="raw",
-            blocks=len(self.backend),
-            used_bytes=self.backend.used(),
-            capacity=self.capacity,
-            pinned_bytes=self.catalogue.pinned_bytes,
-            queued_bytes=0,
-            breaker="closed",
-            breaker_opened=0,
-            counters=counters,
-        )
+        """The counter ``damaged`` includes records damaged since this process opened the arena."""
+        stats = super().stats()
+        stats.counters["damaged"] += self.backend.lost - self._lost_before
+        return stats
 
 
 class ArenaFaults:
@@ -291,35 +153,28 @@ class SharedHolds:
     """
 
     def __init__(self, backend: ShmBackend, faults: ArenaFaults) -> None:
-        self._arena = backend.arena
+        self._backend = backend
         self._faults = faults
         self._lock = threading.Lock()
         self._held: dict[bytes, list[Hold]] = {}
 
-    def hold(self, block: bytes) -> bool:
-        """Keep ``block`` from eviction until `free` was called as often; False if it is unknown."""
-        held: list[bytes] = []
-        self.hold_all([block], held)
-        return bool(held)
+    def hold(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
+        """Keep ``blocks`` from eviction until `free` was called as often.
 
-    def hold_all(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
-        """`hold` each of ``blocks``; those that are known are appended to ``held``."""
+        Those that are known are appended to ``held``.
+        """
         wanted = list(blocks)
         holds: list[Hold | None] = []
         with self._faults:
-            holds = self._arena.hold_all(wanted)
+            holds = self._backend.hold_all(wanted)
         with self._lock:
             for block, hold in zip(wanted, holds, strict=False):
                 if hold is not None:
                     self._held.setdefault(block, []).append(hold)
                     held.append(block)
 
-    def free(self, block: bytes) -> None:
-        """Undo one `hold`; does nothing if there is none."""
-        self.free_all([block])
-
-    def free_all(self, blocks: Iterable[bytes]) -> None:
-        """`free` each of ``blocks``."""
+    def free(self, blocks: Iterable[bytes]) -> None:
+        """Undo one hold of each of ``blocks``; those without are ignored."""
         ended: list[Hold] = []
         with self._lock:
             for block in blocks:
@@ -329,10 +184,10 @@ class SharedHolds:
                     if not holds:
                         del self._held[block]
         if ended:
-            self._arena.release(ended)
+            self._backend.release_holds(ended)
 
 
-class SharedOrder:
+class SharedOrder(SharedHolds):
     """Which blocks are in the arena, and in which order they are evicted: by their last use.
 
     The order, the pins and the quotas are those of all processes. A use is a time in the arena, so
@@ -347,75 +202,59 @@ class SharedOrder:
 
     Arguments:
         ttl: seconds after its last use that a block expires for this process; None: never.
-
-    Attributes:
-        hidden: blocks that are unknown to this process, because their deletion failed.
     """
 
     policy = "lru"
 
     def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
         self.ttl = ttl
-        self.holds = SharedHolds(backend, faults)
-        self.hidden: set[bytes] = set()
+        super().__init__(backend, faults)
         self._faults = faults
         self._backend = backend
-        self._arena = backend.arena
-        self._books = backend.arena.books
 
     def __len__(self) -> int:
         return len(self._backend)
 
     def __contains__(self, block: object) -> bool:
         assert isinstance(block, bytes)
-        entry = self.find(block)
-        return entry >= 0 and not self.is_expired(entry)
+        record = self.find(block)
+        return record is not None and not self.is_expired(record)
 
-    def find(self, block: bytes) -> int:
-        """Return the entry of ``block``, -1 if it is unknown or hidden."""
-        if block in self.hidden:
-            return -1
-        with self._faults:
-            return self._arena.find(block)
-        return -1
+    def find(self, block: bytes) -> Hold | None:
+        """Return the record of ``block``, None if it is unknown."""
+        return self.find_all([block])[0]
 
-    def find_all(self, blocks: Sequence[bytes]) -> list[int]:
+    def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
         """Return `find` of each block."""
         with self._faults:
-            entries = self._arena.find_all(blocks)
-            if self.hidden:
-                hidden = [block in self.hidden for block in blocks]
-                return [-1 if no else one for one, no in zip(entries, hidden, strict=True)]
-            return entries
-        return [-1] * len(blocks)
+            return self._backend.find_all(blocks)
+        return [None] * len(blocks)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now, by any process."""
-        return self._arena.pins.bytes()
+        return self._backend.pinned_bytes
 
-    def is_expired(self, entry: int) -> bool:
-        """Whether the record of ``entry`` was not used for `ttl` seconds, and is not pinned."""
-        if self.ttl is None:
-            return False
-        now = clock.now()
-        ends = self._books.used[entry] + int(self.ttl * _NS)
-        return max(ends, self._books.pinned[entry]) < now
+    def _end(self, record: Hold) -> float:
+        """Return when a record expires, in Unix seconds."""
+        backend, ttl = self._backend, self.ttl or 0.0
+        return max(backend.used_at(record) + ttl, backend.pinned_until(record))
+
+    def is_expired(self, record: Hold) -> bool:
+        """Whether the record was not used for `ttl` seconds, and is not pinned."""
+        return self.ttl is not None and self._end(record) < time.time()
 
     def expired_at(self, block: bytes) -> float | None:
         """Return when ``block`` expired (Unix seconds); None if it is unknown or not expired."""
-        entry = self.find(block)
-        if entry < 0 or not self.is_expired(entry):
-            return None
-        ends = self._books.used[entry] + int((self.ttl or 0.0) * _NS)
-        return clock.to_unix(max(ends, self._books.pinned[entry]))
+        record = self.find(block)
+        return self._end(record) if record is not None and self.is_expired(record) else None
 
     def leading(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are here."""
         count = 0
         for start in range(0, len(blocks), _AT_ONCE):
-            for entry in self.find_all(blocks[start : start + _AT_ONCE]):
-                if entry < 0 or (self.ttl is not None and self.is_expired(entry)):
+            for record in self.find_all(blocks[start : start + _AT_ONCE]):
+                if record is None or self.is_expired(record):
                     return count
                 count += 1
         return count
@@ -425,52 +264,47 @@ class SharedOrder:
     ) -> list[bytes]:
         """Record a use of the ``blocks`` of a prompt, for all processes; return no block."""
         del grain, stored
-        if blocks:
-            last = clock.now() + len(blocks)
-            entries = self.find_all(blocks)
-            self._arena.use(entries, range(last, last - len(blocks), -1))
+        with self._faults:
+            self._backend.touch(blocks[::-1])
         return []
 
     def set_quota(self, space: bytes, limit: int) -> None:
         """Limit a namespace to ``limit`` bytes, for all processes; see `over_quota`."""
-        self._arena.set_quota(space, limit)
+        self._backend.set_quota(space, limit)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Do nothing: tenants have no shares."""
 
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
-        return self._arena.quotas.over(space, more)
+        return self._backend.over_quota(space, more)
 
     def pin(self, blocks: Sequence[bytes], seconds: float, most: int) -> list[bytes]:
         """Pin those of ``blocks`` that are here, in order, for ``seconds``; return the pinned ones.
 
         The pins of all processes together cover ``most`` bytes at most.
         """
-        until = clock.now() + int(min(seconds, _LONGEST) * _NS)
         fresh = [block for block in blocks if block in self] if self.ttl is not None else blocks
         with self._faults:
-            return self._arena.pins.pin(fresh, until, most)
+            return self._backend.pin(fresh, time.time() + seconds, most)
         return []
 
     def unpin(self, blocks: Sequence[bytes]) -> list[bytes]:
         """End the pins of ``blocks``, whoever made them; return the blocks that were pinned."""
         with self._faults:
-            return self._arena.pins.set(dict.fromkeys(blocks, 0))
+            return self._backend.end_pins(dict.fromkeys(blocks, 0.0))
         return []
 
     def pin_ends(self, blocks: Iterable[bytes]) -> dict[bytes, float]:
         """Return those of ``blocks`` that are pinned, each with the time at which its pin ends."""
-        wanted = list(blocks)
-        now, pinned = clock.now(), self._books.pinned
+        wanted, now = list(blocks), time.time()
         return {
-            block: clock.to_unix(pinned[entry])
-            for block, entry in zip(wanted, self.find_all(wanted), strict=True)
-            if entry >= 0 and pinned[entry] > now
+            block: end
+            for block, record in zip(wanted, self.find_all(wanted), strict=True)
+            if record is not None and (end := self._backend.pinned_until(record)) > now
         }
 
     def restore_pins(self, blocks: Iterable[bytes], ends: Mapping[bytes, float]) -> None:
         """Let the pins of ``blocks`` be as `pin_ends` returned them; end those it did not."""
-        times = {block: clock.from_unix(ends[block]) if block in ends else 0 for block in blocks}
         with self._faults:
-            self._arena.pins.set(times)
+            self._backend.end_pins({block: ends.get(block, 0.0) for block in blocks})

@@ -46,7 +46,7 @@ from kvkeep.core.keys import SPACE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from kvkeep.store.tiers.catalogue import Catalogue
+    from kvkeep.store.tiers.index import Index
 
 __all__ = ["BlockStates", "Operation", "State"]
 
@@ -77,7 +77,7 @@ class Operation:
             begin the writes that wait for its end.
         over: the state that a write replaces, if it is not rest.
         cleared: number of the clearance of its namespace that a write began behind; 0: of none.
-        held: whether the catalogue holds an older record that a write replaces.
+        held: the block, if an older record of it is held in the index until a write replaces it.
         before: the write or deletion that ran when a deletion began.
         ended: whether it is over, or was called off.
     """
@@ -90,7 +90,7 @@ class Operation:
         self.waiting: list[Callable[[bool], object]] = []
         self.over: State | None = None
         self.cleared = 0
-        self.held = False
+        self.held: list[bytes] = []
         self.before: Operation | None = None
         self.ended = False
 
@@ -116,7 +116,7 @@ class BlockStates:
     run without it. Cost: a dict probe for a block at rest.
     """
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Index) -> None:
         self._catalogue = catalogue
         self._changed = threading.Condition()
         self._busy: dict[bytes, Operation] = {}
@@ -193,7 +193,7 @@ class BlockStates:
                     operation.over = before.state
                 elif cleared is not None and block not in cleared.anew:
                     operation.over = State.UNDELETED
-                operation.held = self._catalogue.holds.hold(block)
+                self._catalogue.hold([block], operation.held)
                 operation.waiting.append(then)
                 self._busy[block] = operation
                 return operation
@@ -231,8 +231,8 @@ class BlockStates:
             operation.ended = True
             waiting, operation.waiting = operation.waiting, []
             if operation.held:
-                operation.held = False
-                self._catalogue.holds.free(block)
+                self._catalogue.free(operation.held)
+                operation.held = []
             if self._busy.get(block) is operation:
                 del self._busy[block]
                 if saved:
@@ -306,14 +306,14 @@ class BlockStates:
     def victims(
         self, needed: int, space: bytes | None = None, *, of: Sequence[bytes] | None = None
     ) -> Deletion:
-        """Begin the deletion of blocks of ``needed`` bytes in eviction order; see `Catalogue`.
+        """Begin the deletion of blocks of ``needed`` bytes in eviction order; see `Index`.
 
-        ``of``: only of these, in this order, which the caller has held once; see `Holds.give_up`.
+        ``of``: only of these, in this order, which the caller has held once; see `Index.give_up`.
         """
         catalogue = self._catalogue
         with self._changed:
             if of is not None:
-                return self._delete(catalogue.holds.give_up(of, needed), idle=True)
+                return self._delete(catalogue.give_up(of, needed), idle=True)
             while True:
                 taken = catalogue.victims(needed, space)
                 deletion = self._delete(taken, idle=True)

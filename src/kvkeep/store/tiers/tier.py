@@ -18,10 +18,9 @@ from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.budget import WriteBucket
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import Damaged, OtherKey
-from kvkeep.store.tiers.breaker import Breakers
 from kvkeep.store.tiers.calls import BackendCalls
-from kvkeep.store.tiers.catalogue import Catalogue
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import Loss, LossLog
 from kvkeep.store.tiers.notes import SpaceNotes
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.prompt_writes import TierWrites
+    from kvkeep.store.tiers.moves import TierWrites
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -50,7 +49,7 @@ _LOG = logging.getLogger("kvkeep.tiers")
 _EXPIRE_EVERY = 60.0  # seconds
 _LISTING_SHARE = 20  # pause between two `expire`, in durations of the last listing
 _TOUCH_COST = 1024  # bytes that a queued touch of a block counts for, about
-ORDERED = 1 << 16
+ORDERED = 40_960
 """Blocks that a tier's policy orders; those beyond, which are evicted first, take less memory."""
 
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
@@ -120,7 +119,7 @@ class Tier:
         losses: records which blocks it lost, and why.
         notes: descriptions of the store's namespaces, by space.
         evicting: called with blocks that have to make room, before the backend deletes them.
-        shares: weights of tenants; see `Catalogue`.
+        shares: weights of tenants; see `Index`.
         cost: learns what its reads and writes take, as ``reads`` and ``writes``.
 
     Attributes:
@@ -144,12 +143,15 @@ class Tier:
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
-        self.catalogue = Catalogue(
+        self.catalogue = Index(
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
         )  # fmt: skip
         self.states = BlockStates(self.catalogue)
-        self.breaker = Breakers(self.name, limit=options.breaker_limit, pause=options.breaker_pause)
+        self.calls = BackendCalls(
+            self.name, self.backend, self.counters,
+            limit=options.breaker_limit, pause=options.breaker_pause,
+        )  # fmt: skip
         self.reading = Workers(f"{self.name} reader", options.readers, 4096)
         self.writing = Workers(
             f"{self.name} writer", options.writers, options.queue_bytes or sys.maxsize
@@ -157,8 +159,7 @@ class Tier:
         self.records = RecordCodec(spec.codec, spec.codec_of)
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
-        self._calls = BackendCalls(self.name, self.backend, self.breaker, self.counters)
-        self._notes = SpaceNotes(self._calls, notes)
+        self._notes = SpaceNotes(self.calls, notes)
         self._evicting = evicting
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
         self._making_room = threading.Lock()  # whose holder alone takes what is freed
@@ -200,18 +201,29 @@ class Tier:
     @property
     def serves_all(self) -> bool:
         """Whether `serves` is true of all blocks in the catalogue."""
-        failing = self.breaker.any_blocks("read", "lookup")
+        failing = self.calls.any_blocks("read", "lookup")
         return self.indexed and self.states.hides_none and not failing
 
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
         if self.queried:
-            return not self.states.hides(block) and not self.catalogue.has_expired(block)
+            return not self.states.hides(block) and self.catalogue.expired_at(block) is None
         return self.knows(block)
+
+    def known(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are known to be here; no I/O."""
+        there = self.catalogue.among(blocks) if self.indexed else set()
+        if there and not self.states.hides_none:
+            return {block for block in there if not self.states.hides(block)}
+        return there
 
     def serves(self, block: bytes) -> bool:
         """Whether ``block`` is known to be here and can be read now; no I/O."""
         return self.knows(block) and not self.unreadable(block)
+
+    def serving(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` of which `serves` is true."""
+        return {block for block in self.known(blocks) if not self.unreadable(block)}
 
     def may_hold(self, block: bytes) -> bool:
         """Whether this tier may hold ``block`` although it cannot be queried now."""
@@ -224,18 +236,18 @@ class Tier:
         ``until`` (monotonic seconds) at most; blocks without an answer count as missing.
         """
         if not self.queried:
-            return {block for block in blocks if self.knows(block)}
+            return self.known(blocks)
         mark = self.states.before_query()
         timeout = self.timeout
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
-        queries = [_Query(self, *part) for part in self._calls.by_part(blocks).items()]
+        queries = [_Query(self, *part) for part in self.calls.by_part(blocks).items()]
         for query in queries:
             query.submit()
         there: set[bytes] = set()
         for query in queries:
             for block, size in query.result(end, whole=patience == timeout):
-                if not self.states.hides(block) and not self.catalogue.has_expired(block):
+                if not self.states.hides(block) and self.catalogue.expired_at(block) is None:
                     there.add(block)
                     if self.indexed:
                         self.states.learn(block, size, mark)
@@ -246,16 +258,16 @@ class Tier:
 
         Otherwise they would never be written again.
         """
-        known = [block for block in blocks if self.knows(block)] if self.backend.shared else []
+        known = list(self.known(blocks)) if self.backend.shared else []
         if known:
             self.reading.submit(lambda: self._recheck(known))
 
     def _recheck(self, blocks: Sequence[bytes]) -> None:
-        for part, here in self._calls.by_part(blocks).items():
-            if not self._calls.breaker("lookup", part).allows():
+        for part, here in self.calls.by_part(blocks).items():
+            if not self.calls.breaker("lookup", part).allows():
                 continue
             sizes: list[int | None] = []
-            with self._calls.to("sizes", "lookup", part):
+            with self.calls.to("sizes", "lookup", part):
                 sizes = self.backend.sizes(here)
             for block, size in zip(here, sizes, strict=False):  # empty if the call failed
                 if size is None and self.catalogue.forget(block):
@@ -272,8 +284,8 @@ class Tier:
         found. The header in the result may be invalid. Damaged records are quarantined.
         """
         part = self.backend.part(block)
-        if not self._calls.allowed("read", part):
-            self._calls.note_failure("unavailable", "breaker")
+        if not self.calls.allowed("read", part):
+            self.calls.note_failure("unavailable", "breaker")
             return None
         moved: int | None = None
         self.reads.begin()
@@ -293,7 +305,7 @@ class Tier:
         room = RecordRoom(self.records, raw_bytes, place)
         record: memoryview | None = None
         try:
-            with self._calls.to("get", "read", part) as call:
+            with self.calls.to("get", "read", part) as call:
                 record = self.backend.get(block, call.callback(room))
                 call.decisive = record is not None
         except WrongSize as wrong:
@@ -310,16 +322,17 @@ class Tier:
             self.counters.count(misses=1)
             return None, False
         size = len(record)
+        decoded: memoryview | None = None
         with self._verifying(block):
             header, codec = self.records.verify(block, record)
             if header.raw_bytes != raw_bytes:
                 raise NotForUs(another_length(header.raw_bytes, raw_bytes))
-            record = self.records.decode(codec, header, record, room)
+            decoded = self.records.decode(codec, header, record, room)
+        if decoded is not None:
             if self.indexed:
                 self.states.learn(block, size, mark)
             self.counters.count(hits=1, read_bytes=size)
-            return record, False
-        return None, False
+        return decoded, False
 
     def fetch(self, block: bytes) -> memoryview | None:
         """Return the decoded record of ``block`` in new memory, to write it to another tier.
@@ -327,13 +340,13 @@ class Tier:
         The header in the result may be invalid. Counts neither a hit nor a miss.
         """
         part = self.backend.part(block)
-        if not self._calls.allowed("read", part):
+        if not self.calls.allowed("read", part):
             return None
         record: memoryview | None = None
         moved: int | None = None
         self.reads.begin()
         try:
-            with self._calls.to("get", "read", part) as call:
+            with self.calls.to("get", "read", part) as call:
                 record = self.backend.get(block, call.callback(aligned))
                 call.decisive = record is not None
             moved = 0
@@ -377,7 +390,7 @@ class Tier:
             if not deletion:
                 return
             deletion.failed[block] = None
-            with self._calls.to("quarantine", "delete", self.backend.part(block)) as call:
+            with self.calls.to("quarantine", "delete", self.backend.part(block)) as call:
                 self.backend.quarantine(block, reason)
             if not call.failed:
                 deletion.failed.clear()
@@ -411,20 +424,15 @@ class Tier:
         if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
             self.counters.count(already=1)
             return ""
-        part = self.backend.part(block)
-        if not self._calls.allowed("write", part):
-            return self.dropped(block, "breaker")
         why = "fault"  # kept if `_store` raises
         try:
             if prompt is None:
-                why = self._store(block, record, part, _no_room)
+                why = self._store(block, record, _no_room)
             else:
                 room = partial(prompt.make_room, block)
                 with prompt.writing(block) as allowed:
-                    why = self._store(block, record, part, room) if allowed else "no room"
+                    why = self._store(block, record, room) if allowed else "no room"
         finally:
-            # `_store` may have made no call; then another trial call must be allowed.
-            self._calls.breaker("write", part).undecided()
             if why:
                 self.dropped(block, why)
         if not why:
@@ -437,20 +445,22 @@ class Tier:
         self.losses.note([block], self.name, "dropped", why)
         return why
 
-    def _store(
-        self, block: bytes, record: memoryview, part: str, make_room: Callable[[int], bool]
-    ) -> str:
+    def _store(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
         """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
         if self.records.refuses(record):  # callers ask before; nothing gets past this
             return "lossy"
+        part = self.backend.part(block)
+        if self.calls.blocks("write", part):
+            self.counters.count(skipped_calls=1)
+            return "breaker"
         if self.backend.shared and not self.states.hides(block):
             there: list[int | None] = [None]
-            with self._calls.to("sizes", "write", part) as call:
+            with self.calls.to("sizes", "write", part) as call:
                 there = self.backend.sizes([block])
                 call.decisive = False  # its success does not show that writing works
             if call.failed:
                 return "write failed"
-            self._calls.breaker("lookup", part).succeeded()
+            self.calls.breaker("lookup", part).succeeded()
             if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
                 self.counters.count(already=1)
                 if self.indexed:
@@ -473,7 +483,7 @@ class Tier:
         if self._bucket is not None and self._bucket.left() < size:  # before others go for it
             return "write budget"
         if not self._reserve_quota(block, size, make_room):
-            return "no room"
+            return "quota"
         try:
             if self._bucket is not None and not self._bucket.spend(size):
                 return "write budget"
@@ -509,9 +519,11 @@ class Tier:
 
     def _attempt(self, block: bytes, encoded: memoryview) -> tuple[str, int]:
         """Write ``encoded``; return the reason of a failure, else "", and bytes that lack room."""
-        started = time.monotonic()
+        started, part = time.monotonic(), self.backend.part(block)
+        if not self.calls.allowed("write", part):
+            return "breaker", 0
         try:
-            with self._calls.to("put", "write", self.backend.part(block)) as call:
+            with self.calls.to("put", "write", part) as call:
                 self.backend.put(block, encoded)
         except OutOfRoom as short:
             return "no room", max(1, short.needed)
@@ -566,10 +578,11 @@ class Tier:
             return False
         catalogue, states, unit = self.catalogue, self.states, self.backend.unit
         freed = self._delete_left(needed)
-        if not catalogue.may_free(needed - freed):
-            if not self._relist_if_old() or not catalogue.may_free(needed - freed):
-                return freed > 0
-        while freed < needed and not self.breaker.any_blocks("delete"):
+        if not catalogue.may_free(needed - freed) and not (
+            self._relist_if_old() and catalogue.may_free(needed - freed)
+        ):
+            return freed > 0
+        while freed < needed and not self.calls.any_blocks("delete"):
             victims = states.victims(needed - freed)
             if not victims and self._relist_if_old():  # others' blocks may be evicted, too
                 victims = states.victims(needed - freed)
@@ -592,7 +605,7 @@ class Tier:
     def _delete_left(self, needed: int) -> int:
         """Delete blocks whose deletion failed before, until ``needed`` bytes are free."""
         freed = 0
-        while freed < needed and not self.breaker.any_blocks("delete"):
+        while freed < needed and not self.calls.any_blocks("delete"):
             left = self.states.left(_DELETED_AT_ONCE)
             if not left:
                 break
@@ -618,7 +631,7 @@ class Tier:
 
         The caller has held each once. Blocks that others hold, or that are pinned, are skipped.
         """
-        if self.breaker.any_blocks("delete"):
+        if self.calls.any_blocks("delete"):
             return []
         victims = self.states.victims(needed, of=blocks)
         gone = victims.blocks
@@ -636,12 +649,12 @@ class Tier:
         freed = 0
         with deletion:
             deletion.failed = dict.fromkeys(deletion.blocks)
-            for part, here in self._calls.by_part(deletion.blocks).items():
+            for part, here in self.calls.by_part(deletion.blocks).items():
                 for at in range(0, len(here), _DELETED_AT_ONCE):
                     piece = here[at : at + _DELETED_AT_ONCE]
-                    if not (proceed() and self._calls.allowed("delete", part)):
+                    if not (proceed() and self.calls.allowed("delete", part)):
                         continue
-                    with self._calls.to("delete", "delete", part) as call:
+                    with self.calls.to("delete", "delete", part) as call:
                         freed += self.backend.delete(piece)
                     if not call.failed:
                         for block in piece:
@@ -669,7 +682,7 @@ class Tier:
         again = False
         try:
             used: int | None = None
-            with self._calls.to("used"):
+            with self.calls.to("used"):
                 used = self.backend.used()
             over = (self.catalogue.total_bytes if used is None else used) + ahead - capacity
             again = over > 0 and self.make_room(min(over, max(1, capacity // _PARTS)))
@@ -686,7 +699,7 @@ class Tier:
         Those that may be left are not found until they are written anew.
         """
         deletion.wait(None)
-        self._calls.report_hung("delete")
+        self.calls.report_hung("delete")
         return self._delete(deletion, proceed)
 
     def clear(
@@ -699,8 +712,8 @@ class Tier:
         """
         here = dict.fromkeys(self.catalogue.blocks(space))
         complete = False
-        self._calls.report_hung("list")
-        if self._calls.allowed("list"):
+        self.calls.report_hung("list")
+        if self.calls.allowed("list"):
             complete = True
             try:
                 for item in self._records():
@@ -741,7 +754,7 @@ class Tier:
         if not self._listing.acquire(timeout=self.timeout):
             return  # a listing hangs; do not block the caller any longer
         try:
-            if self._calls.breaker("list").allows():
+            if self.calls.breaker("list").allows():
                 started = time.monotonic()
                 try:
                     gone = self.catalogue.fill(self._fitting())
@@ -755,11 +768,11 @@ class Tier:
         finally:
             self._listing.release()
         if self._listed:
-            self._compare()
+            self.compare()
 
     def _records(self) -> Iterator[Listed]:
         # An exception of this generator's consumer never reaches the `with` statement.
-        with self._calls.to("list", "list") as call:
+        with self.calls.to("list", "list") as call:
             for item in self.backend.list():
                 call.due = time.monotonic() + self.timeout  # it makes progress
                 yield item
@@ -781,9 +794,10 @@ class Tier:
         """
         self._notes.expect(space)
         if self._listed:
-            self.reading.submit(self._compare)
+            self.reading.submit(self.compare)
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Log once if the backend has none of the namespace that `expect` named."""
         self._notes.compare(self.catalogue.spaces() if self.indexed else None)
 
     # --- upkeep ----------------------------------------------------------------------------------
@@ -817,9 +831,9 @@ class Tier:
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
         """Record uses, oldest first, in the backend."""
         when = dict(uses)
-        for part, here in self._calls.by_part(list(when)).items():
-            if self.breaker.of("touch", part).allows():
-                with self._calls.to("touch", "touch", part):
+        for part, here in self.calls.by_part(list(when)).items():
+            if self.calls.breaker("touch", part).allows():
+                with self.calls.to("touch", "touch", part):
                     self.backend.touch(here, [when[block] for block in here])
 
     def expire(self) -> None:
@@ -833,43 +847,43 @@ class Tier:
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
         self._touch(self.catalogue.unnoted())
-        if self.breaker.any_blocks("write") or not self.breaker.of("flush").allows():
+        if self.calls.any_blocks("write") or not self.calls.breaker("flush").allows():
             return False
-        with self._calls.to("flush", "flush") as call:
+        with self.calls.to("flush", "flush") as call:
             self.backend.flush()
         return not call.failed
 
     def close(self) -> None:
         """Close the backend; the owner closes the worker threads."""
-        with self._calls.to("close"):
+        with self.calls.to("close"):
             self.backend.close()
 
     # --- health: no I/O --------------------------------------------------------------------------
 
     def unreadable(self, block: bytes) -> bool:
         """Whether reading ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.quiet:
+        if self.calls.quiet:
             return False
-        self._calls.report_hung("lookup", "read")
+        self.calls.report_hung("lookup", "read")
         part = self.backend.part(block)
-        return self.breaker.blocks("read", part) or self.breaker.blocks("lookup", part)
+        return self.calls.blocks("read", part) or self.calls.blocks("lookup", part)
 
     def note_unread(self, late: str | None = None) -> None:
         """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
         if late is None:
             self.counters.count(skipped_calls=1)
-            self._calls.note_failure("unavailable", "breaker")
+            self.calls.note_failure("unavailable", "breaker")
         else:
             self.counters.count(late=1)
-            self._calls.note_failure("late", late)
+            self.calls.note_failure("late", late)
 
     def trouble(self, since: float | None = None) -> Loss | None:
         """Return why reads fail now, or failed at some time ``since`` (Unix seconds); else None."""
-        if self.breaker.any_blocks("read", "lookup"):
+        if self.calls.any_blocks("read", "lookup"):
             return Loss(self.name, "unavailable", time.time(), "breaker")
         if since is None:
             return None
-        last, now = self._calls.last_failure, time.time()
+        last, now = self.calls.last_failure, time.time()
         if last is not None and last.at is not None and last.at >= since:
             return last
         if self.reading.longest > max(_SLOW_READ, _MOSTLY * (now - since)):
@@ -878,13 +892,13 @@ class Tier:
 
     def unwritable(self, block: bytes) -> bool:
         """Whether writing ``block`` is pointless now, because such calls fail or hang."""
-        if self._calls.quiet:
+        if self.calls.quiet:
             return False
-        return self.writers_hang() or self.breaker.blocks("write", self.backend.part(block))
+        return self.writers_hang() or self.calls.blocks("write", self.backend.part(block))
 
     def writers_hang(self) -> bool:
         """Whether all writer threads hang in calls of the backend."""
-        self._calls.report_hung("write", "touch", "delete", "flush")
+        self.calls.report_hung("write", "touch", "delete", "flush")
         return self.writing.stuck(self.timeout) and self.stuck_for() > self.timeout
 
     def stuck_for(self) -> float:
@@ -918,11 +932,11 @@ class Tier:
             capacity=self.backend.capacity,
             pinned_bytes=self.catalogue.pinned_bytes,
             queued_bytes=self.writing.cost,
-            breaker=self.breaker.state,
-            breaker_opened=self.breaker.opened,
+            breaker=self.calls.state,
+            breaker_opened=self.calls.opened,
             counters=self.counters.as_dict(),
-            breakers=self.breaker.calls(),
-            parts=self.breaker.parts(),
+            breakers=self.calls.kinds(),
+            parts=self.calls.parts(),
             budget=None if self._bucket is None else self._bucket.state(),
         )
 
@@ -943,7 +957,7 @@ class _Query:
 
     def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
         self._tier = tier
-        self._calls = tier._calls
+        self.calls = tier.calls
         self._part = part
         self._blocks = blocks
         self._sizes: list[int | None] = []
@@ -954,7 +968,7 @@ class _Query:
         """Queue the query, unless such calls fail or hang now."""
         tier = self._tier
         allowed = not tier.unreadable(self._blocks[0])
-        if not allowed or not self._calls.breaker("lookup", self._part).allows():
+        if not allowed or not self.calls.breaker("lookup", self._part).allows():
             tier.note_unread()
             self._done.set()
         elif not tier.reading.submit(self._run, given_up=self._done.set):
@@ -964,12 +978,12 @@ class _Query:
     def _run(self) -> None:
         self._began = True
         try:
-            with self._calls.to("sizes", "lookup", self._part):
-                self._sizes = self._calls.backend.sizes(self._blocks)
+            with self.calls.to("sizes", "lookup", self._part):
+                self._sizes = self.calls.backend.sizes(self._blocks)
         finally:
             self._done.set()
         if self._sizes and not self._tier.indexed:
-            self._tier._compare()
+            self._tier.compare()
 
     def result(self, end: float, *, whole: bool) -> list[tuple[bytes, int]]:
         """Wait for the answer until ``end`` (monotonic seconds); return what is there.
@@ -982,7 +996,7 @@ class _Query:
             tier.note_unread(late="no answer")
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
-                self._calls.breaker("lookup", self._part).failed(why)
+                self.calls.breaker("lookup", self._part).failed(why)
             else:
                 tier.unreadable(self._blocks[0])
             return []

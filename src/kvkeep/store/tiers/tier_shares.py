@@ -1,26 +1,25 @@
-"""`TierShares`: fair shares of a tier for tenants, whose blocks are told by their space."""
+"""`TierShares`: whose blocks leave a tier: fair shares for tenants, and namespaces with quotas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.core.eviction.shares import ShareClaim, Shares, check_weights
+from kvkeep.core.eviction import Entry
+from kvkeep.core.eviction.shares import Lane, ShareClaim, Shares, check_weights
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.cold_blocks import ColdBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 
-    from kvkeep.core.eviction import Entry, EvictionPolicy
-    from kvkeep.core.eviction.shares import Lane
-    from kvkeep.store.tiers.eviction_order import OrderedBlock
-    from kvkeep.store.tiers.packed import PackedRow
+    from kvkeep.core.eviction import EvictionPolicy
 
-__all__ = ["TenantWeights", "TierShares", "TierTenant"]
+__all__ = ["IndexedBlock", "TenantWeights", "TierLane", "TierShares"]
 
-_MOST_SPACES: Final = 1 << 14  # known spaces, beyond which those without blocks are forgotten
-_PACKED_OF: Final = 32  # tenants that are compared to choose whose blocks are packed
+_MOST_SPACES: Final = 1 << 14  # announced ones, beyond which those without blocks are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,290 +37,237 @@ class TenantWeights:
         check_weights(self.weights)
 
 
-class TierTenant:
-    """A tenant of a tier, which is compared by identity.
+class _Owner(NamedTuple):
+    """Who has one share: a tenant by name, or a ``space`` with a quota or of an unknown tenant."""
+
+    name: str | None
+    space: bytes | None
+    announced: bool = True
+
+
+_MOST: Final = (inf, 0.0, 0)  # behind all ranks of victims
+_REST: Final = _Owner("", None)  # all spaces without a quota, where tenants have no shares
+
+
+class IndexedBlock(Entry):
+    """A block that a policy orders; `size` is the bytes of its record.
 
     Attributes:
-        name: as announced; None for what all tenants share, and for unknown tenants.
-        known: whether it was announced.
-        claim: its weight, and its quota if it has one.
-        spaces: how many spaces count for it.
-        blocks: how many blocks it has in the tier, held and packed ones included.
+        used: last use, in Unix seconds; the time to live counts from it.
+        noted: the last use that was reported to the backend.
+        pinned: end of its pin, in Unix seconds; 0 if it is not pinned.
+        held: number of writers and requests that need it now.
+        lane: whose policy orders it.
+        round: number of the last listing that found it.
     """
 
-    __slots__ = ("blocks", "claim", "known", "name", "spaces")
+    __slots__ = ("block", "held", "lane", "noted", "pinned", "round", "used")
 
-    def __init__(self, name: str | None, claim: ShareClaim, *, known: bool) -> None:
-        self.name = name
-        self.known = known
-        self.claim = claim
-        self.spaces = 0
-        self.blocks = 0
+    def __init__(self, block: bytes, size: int, used: float, round_: int, lane: TierLane) -> None:
+        super().__init__()
+        self.block = block
+        self.lane = lane
+        self.size = size
+        self.used = self.noted = used
+        self.pinned = 0.0
+        self.held = 0
+        self.round = round_
 
-    def __repr__(self) -> str:
-        return f"<TierTenant {self.name!r}, {self.blocks} blocks, {self.claim}>"
 
+class TierLane(Lane):
+    """The blocks of one owner: a policy orders them, but for the cold ones, which go before."""
 
-class _Space:
-    """A space: whose it is, and what it has in the tier."""
+    __slots__ = ("cold",)
 
-    __slots__ = ("blocks", "bytes", "tenant")
-
-    def __init__(self, tenant: TierTenant) -> None:
-        self.tenant = tenant
-        self.blocks = 0
-        self.bytes = 0
-        tenant.spaces += 1
+    def __init__(self, tenant: Hashable, policy: EvictionPolicy, claim: ShareClaim) -> None:
+        super().__init__(tenant, policy, claim)
+        self.cold = ColdBlocks()
 
 
 class TierShares(Shares):
-    """`Shares` of a tier, in bytes that blocks take there.
+    """`Shares` of a tier, in bytes that blocks take there, cold ones included.
 
-    Blocks name a space only; `announce` tells whose it is. All spaces of a tenant have one share
-    together. A space that was not announced, such as one that
-    a listing found, counts as a tenant of weight 1. A space with a quota counts as a tenant of its
-    own, with the weight of its tenant.
+    Blocks name a space only; `announced` says whose it is. All spaces of a tenant have one share
+    together. A space that was not announced, such as one that a listing found, counts as a tenant
+    of weight 1. A space with a quota counts as a tenant of its own, with the weight of its tenant.
+    Without ``shares`` all other spaces are one owner, and the next victim is the least valuable of
+    all owners' candidates.
 
-    The table counts what tenants store (`count`), packed rows included. Of the candidates of a
-    tenant, its rows come before those of its policy. Last uses are compared in Unix seconds, which
-    rows have as well.
-
-    Thread safety: none; the catalogue calls it under its lock. Memory, beside that of `Shares`: 400
+    Thread safety: none; the index calls it under its lock. Memory, beside that of `Shares`: 400
     bytes for each space.
 
     Arguments:
-        make: makes the policy of each tenant.
+        make: makes the policy of each owner.
         shares: the weights.
         budget: bytes of the tier; without, no tenant is below its share.
-        oldest_row: returns the oldest packed row of a tenant, None if it has none.
     """
 
+    _lane_type = TierLane
+    _lanes: dict[Hashable, TierLane]  # type: ignore[assignment]
+
     def __init__(
-        self,
-        make: Callable[[], EvictionPolicy],
-        shares: TenantWeights,
-        budget: int | None,
-        oldest_row: Callable[[Hashable], PackedRow | None],
+        self, make: Callable[[], EvictionPolicy], shares: TenantWeights | None, budget: int | None
     ) -> None:
-        self._oldest_row = oldest_row
-        super().__init__(make, shares.weights)
-        self._spaces: dict[bytes, _Space] = {}
-        self._named: dict[str | None, TierTenant] = {}  # announced ones without a quota
+        super().__init__(make, None if shares is None else shares.weights)
+        self.fair = shares is not None
+        self._owners: dict[bytes, _Owner] = {}  # of announced spaces, and those with quotas
         self._most = _MOST_SPACES
-        self._turn: list[Lane] = []  # lanes to compare when blocks are packed next
         self.fit(budget or 1)
+        if shares is None:  # most tiers have one lane, which needs no policy beside the first
+            self._lanes[_REST] = TierLane(_REST, self.first, ShareClaim())
+            self._lanes[_REST].item = 1
+            return
+        self.name = f"{self.first.name}+shares"
         for space, name in shares.spaces.items():
-            self.announce(space, name, ())
+            self.own(space, self.announced(space, name, ()))
 
-    # --- tenants -----------------------------------------------------------------------------
+    # --- owners ------------------------------------------------------------------------------
 
-    def tenant(self, block: bytes) -> TierTenant:
-        """Return the tenant that ``block`` counts for."""
+    def owner(self, block: bytes) -> _Owner:
+        """Return the owner of ``block``, or of a space."""
         space = block[:SPACE_BYTES]
-        known = self._spaces.get(space)
-        return (known or self._begun(space)).tenant
+        owner = self._owners.get(space)
+        if owner is not None:
+            return owner
+        return _Owner(None, space, announced=False) if self.fair else _REST
 
-    def announce(self, space: bytes, name: str | None, mine: Iterable[OrderedBlock]) -> bool:
-        """Count a space, whose ordered blocks are ``mine``, for the tenant ``name``.
+    def own(self, space: bytes, owner: Hashable) -> None:
+        """Let ``owner`` have a space."""
+        assert isinstance(owner, _Owner)
+        self._owners[space] = owner
 
-        None stands for what all tenants share. Returns whether blocks count for another tenant now;
-        then the groups of packed rows have changed. Cost: O(log n) of n tenants, unless the space
-        and the tenant have blocks already, or the space was another tenant's: then O(blocks).
+    def announced(self, space: bytes, name: str | None, stored: Collection[bytes]) -> _Owner:
+        """Return the owner of a space of the tenant ``name``; ``stored`` are spaces with blocks.
+
+        None stands for what all tenants share.
         """
-        one = self._spaces.get(space) or self._begun(space)
-        claim = ShareClaim(1.0 if name is None else self.weights.get(name, 1.0), name is None)
-        limit, named = one.tenant.claim.most, self._named.get(name)
-        if limit is None and named is not None:
-            return one.tenant is not named and self._move(one, named, mine)
-        if one.tenant.known and limit is None:  # it was announced as another's
-            named = self._named[name] = TierTenant(name, claim, known=True)
-            return self._move(one, named, mine)
-        one.tenant.name, one.tenant.known = name, True
-        if limit is None:
-            self._named[name] = one.tenant
-        self._claims(one.tenant, claim._replace(most=limit))
-        return False
+        if len(self._owners) >= self._most:
+            self._owners = {
+                known: owner
+                for known, owner in self._owners.items()
+                if known in stored or owner.space is not None or owner.name in self.weights
+            }
+            self._most = max(_MOST_SPACES, 2 * len(self._owners))
+        before = self._owners.get(space)
+        limited = before is not None and before.space is not None
+        return _Owner(name, space if limited else None)
 
-    def limit(self, space: bytes, most: int, mine: Iterable[OrderedBlock]) -> bool:
-        """Give a space a quota of ``most`` bytes, and a policy of its own; see `announce`."""
-        one = self._spaces.get(space) or self._begun(space)
-        tenant, claim = one.tenant, one.tenant.claim._replace(most=most)
-        if tenant.spaces > 1:
-            return self._move(one, TierTenant(tenant.name, claim, known=tenant.known), mine)
-        self._unname(tenant)
-        self._claims(tenant, claim)
-        return False
+    def limited(self, space: bytes) -> _Owner:
+        """Return the owner of a space with a quota."""
+        return self.owner(space)._replace(space=space)
 
-    def _unname(self, tenant: TierTenant) -> None:
-        """Let the next space that is announced by the name begin another tenant."""
-        if self._named.get(tenant.name) is tenant:  # one with a quota may have the same name
-            del self._named[tenant.name]
+    def _claim_of(self, tenant: Hashable) -> ShareClaim:
+        assert isinstance(tenant, _Owner)
+        if not tenant.announced:
+            return ShareClaim()
+        if tenant.name is None:
+            return ShareClaim(public=True)
+        return ShareClaim(self.weights.get(tenant.name, 1.0))
 
-    def _claims(self, tenant: TierTenant, claim: ShareClaim) -> None:
-        tenant.claim = claim
-        lane = self._lanes.get(tenant)
-        if lane is not None:
-            self._weigh(lane.claim, -1)
-            lane.claim = claim
-            self._weigh(claim, 1)
-            self._rank(lane)
+    # --- lanes -------------------------------------------------------------------------------
 
-    def _begun(self, space: bytes) -> _Space:
-        """Return the record of a space that was unknown."""
-        if len(self._spaces) >= self._most:
-            self._forget_some()
-        one = self._spaces[space] = _Space(TierTenant(None, ShareClaim(), known=False))
-        return one
+    def lanes(self) -> list[TierLane]:
+        """Return the lanes of all owners; without shares also of those that store nothing."""
+        return list(self._lanes.values())
 
-    def _forget_some(self) -> None:
-        """Forget spaces without blocks, except those of tenants with a weight or a quota."""
-        for space, one in list(self._spaces.items()):
-            tenant = one.tenant
-            if not one.blocks and tenant.claim == ShareClaim() and tenant.name not in self.weights:
-                del self._spaces[space]
-                tenant.spaces -= 1
-                if not tenant.spaces:
-                    self._unname(tenant)
-        self._most = max(_MOST_SPACES, 2 * len(self._spaces))
+    def lane(self, block: bytes) -> TierLane | None:
+        """Return the lane of ``block``, None if its owner has none."""
+        return self._lanes.get(self.owner(block) if self.fair or self._owners else _REST)
 
-    def _move(self, one: _Space, into: TierTenant, mine: Iterable[OrderedBlock]) -> bool:
-        """Count a space for another tenant; return whether it has blocks."""
-        before, one.tenant = one.tenant, into
-        before.spaces -= 1
-        into.spaces += 1
-        if not before.spaces:
-            self._unname(before)
-        if not one.blocks:
-            return False
-        old, new, blocks = self._lane(before), self._lane(into), list(mine)
-        for block in blocks:
-            if block.evictable:
-                old.policy.discard(block)
-                old.ages.remove(block)
-                self._length -= 1
-        before.blocks -= one.blocks
-        into.blocks += one.blocks
-        self._resize(old, -one.bytes)
-        self._resize(new, one.bytes)
-        for block in sorted(blocks, key=lambda block: block.last_used):
-            if block.evictable:
-                new.policy.add(block)
-                self._added(block, new)
-        return True
+    def lane_for(self, block: bytes) -> TierLane:
+        """Return the lane of ``block``; its owner has one from now on."""
+        lane = self.lane(block)
+        return self._new_lane(self.owner(block)) if lane is None else lane
 
-    # --- bytes -------------------------------------------------------------------------------
+    def lane_of(self, owner: Hashable) -> TierLane:
+        """Return the lane of an owner, who has one from now on."""
+        return self._lanes.get(owner) or self._new_lane(owner)
 
-    def count(self, block: bytes, change: int, number: int) -> None:
-        """Count a change of the bytes that ``block`` takes, and of the ``number`` of blocks."""
-        space = block[:SPACE_BYTES]
-        one = self._spaces.get(space) or self._begun(space)
-        lane = self._lane(one.tenant)
-        one.bytes += change
-        one.blocks += number
-        one.tenant.blocks += number
-        self._resize(lane, change)
+    def _new_lane(self, owner: Hashable) -> TierLane:
+        lane = self._lane(owner)
+        assert isinstance(lane, TierLane)
+        lane.item = 0 if self.fair else 1  # numbers rank lanes, where these have shares
+        return lane
 
-    def _resize(self, lane: Lane, change: int) -> None:
-        lane.size += change
-        tenant: TierTenant = lane.tenant  # type: ignore[assignment]
-        if not tenant.blocks:
-            self._emptied(lane)
-        elif change > 0 or not lane.item:  # it may have packed rows alone
-            self._rank(lane)
+    def level_changed(self, lane: TierLane, change: int) -> None:
+        """Rank a lane whose ``size`` changed anew; one that stores nothing any longer goes."""
+        if self.fair and change:
+            if not lane.size:
+                self._emptied(lane)
+            elif change > 0 or not lane.item:  # it may have cold blocks alone
+                self._rank(lane)
+
+    def ranked(self, lane: TierLane) -> None:
+        """Rank a lane that has a candidate again."""
+        self._rank(lane)
 
     # --- order -------------------------------------------------------------------------------
 
-    def givers(self) -> Iterator[TierTenant]:
-        """Yield the tenant that gives each next victim.
+    def givers(self) -> Iterator[TierLane]:
+        """Yield the lane that gives each next victim.
 
         Between two of them the victim leaves, and nothing else changes. So victims in a row of one
-        tenant cost one comparison of tenants.
+        owner cost one comparison of owners.
         """
-        while lanes := self._givers():
-            lane, rival = lanes[0], None
-            if len(lanes) > 1:
-                kept = sorted((self._keep(lane), at) for at, lane in enumerate(lanes))
-                lane, rival = lanes[kept[0][1]], kept[1][0]
-            yield lane.tenant  # type: ignore[misc]
-            if rival is not None:
-                floor = self._floor()
-                while lane.item and lane.level > floor and self._first_of(lane) <= rival:
-                    yield lane.tenant  # type: ignore[misc]
+        return self._choose() if self.fair or len(self._lanes) > 1 else repeat(self._lanes[_REST])
 
-    def _first_of(self, lane: Lane) -> tuple[float, float]:
-        """Return `_keep` of a lane, or the greatest value if it has no candidates."""
-        return self._keep(lane) if self._has_candidates(lane) else (inf, inf)
+    def _choose(self) -> Iterator[TierLane]:
+        while True:
+            lanes: Iterable[Any] = self._givers() if self.fair else self._lanes.values()
+            least = rival = _MOST
+            giver: TierLane | None = None
+            for lane in lanes:
+                rank = self._first_of(lane)
+                if rank is not None and rank < least:
+                    least, rival, giver = rank, least, lane
+                elif rank is not None and rank < rival:
+                    rival = rank
+            if giver is None:
+                return
+            yield giver
+            if rival is _MOST:
+                continue
+            floor = self._floor() * giver.claim.weight if self.fair else 0.0
+            while giver.size > floor and (rank := self._first_of(giver)) and rank <= rival:
+                yield giver
 
-    def pop_of(self, tenant: Hashable) -> Entry | None:
-        """Remove and return the next victim of a tenant's policy; None if that has none."""
-        lane = self._lanes.get(tenant)
-        return None if lane is None else self._pop_of(lane)
-
-    def packing(self) -> TierTenant | None:
-        """Return a tenant whose next candidates are to be packed; None without candidates.
-
-        Of 32 tenants in turn, that whose next candidate is worth least and was used longest ago.
-        """
-        self._turn = self._turn or [lane for lane in self._lanes.values() if len(lane.policy)]
-        some, self._turn = self._turn[-_PACKED_OF:], self._turn[:-_PACKED_OF]
-        lanes = [lane for lane in some if len(lane.policy)]
-        if not lanes:
+    def _first_of(self, lane: TierLane) -> tuple[float, float, int] | None:
+        """Return what ranks the next victim of a lane, the least first; None if it has none."""
+        row = lane.cold.oldest()
+        if row is not None:
+            return 0.0, row.used, 0
+        worth = lane.policy.least()
+        if worth is not None:
+            return worth, 0.0, 0
+        entry = lane.policy.peek()
+        assert entry is None or isinstance(entry, IndexedBlock)
+        if entry is None:
             return None
-        return min(lanes, key=super()._keep).tenant  # type: ignore[return-value]
+        # With quotas alone the order of uses decides, which a listing does not change.
+        return 0.0, entry.used if self.fair else inf, entry.last_used
 
-    def _tenant_of(self, entry: Entry) -> TierTenant:
-        block: OrderedBlock = entry  # type: ignore[assignment]
-        return self._spaces[block.block[:SPACE_BYTES]].tenant
-
-    def _claim_of(self, tenant: Hashable) -> ShareClaim:
-        assert isinstance(tenant, TierTenant)
-        return tenant.claim
+    def cooled(self, lane: TierLane) -> TierLane:
+        """Return the lane whose next victims become cold before a block of ``lane`` is added."""
+        if not self.fair:
+            return lane
+        lanes = [one for one in self._givers() if len(one.policy)]
+        return min(lanes, key=self._keep) if lanes else lane  # type: ignore[return-value]
 
     def _has_candidates(self, lane: Lane) -> bool:
-        return super()._has_candidates(lane) or self._oldest_row(lane.tenant) is not None
+        return len(lane.policy) > 0 or len(lane.cold) > 0  # type: ignore[attr-defined]
 
-    def _age_of(self, entry: Entry) -> float:
-        block: OrderedBlock = entry  # type: ignore[assignment]
-        return block.used
-
-    def _keep(self, lane: Lane) -> tuple[float, float]:
-        row = self._oldest_row(lane.tenant)
-        return super()._keep(lane) if row is None else (0.0, row.used)
-
-    def recount(
-        self,
-        blocks: Iterable[OrderedBlock],
-        rows: Iterable[PackedRow],
-        takes: Callable[[int], int],
-    ) -> None:
-        """Recount everything; an AssertionError is a bug of kvkeep."""
-        found: dict[TierTenant, list[int]] = {}
-        waiting: dict[TierTenant, int] = {}
-        for block in blocks:
-            tenant = self._tenant_of(block)
-            found.setdefault(tenant, []).append(takes(block.size))
-            waiting[tenant] = waiting.get(tenant, 0) + block.evictable
-        for row in rows:
-            tenant = self.tenant(row.block)
-            found.setdefault(tenant, []).append(takes(row.size))
-            waiting.setdefault(tenant, 0)
-        lanes = self._lanes
-        assert lanes.keys() == found.keys()
-        for tenant, sizes in found.items():
-            lane = lanes[tenant]
-            assert (lane.size, tenant.blocks) == (sum(sizes), len(sizes))
-            assert waiting[tenant] == len(lane.policy) == len(lane.ages)
-            assert lane.claim == tenant.claim
+    def recount(self, candidates: Iterable[IndexedBlock], taken: Mapping[bytes, int]) -> None:
+        """Recount everything; ``taken`` are the bytes of each space. May raise AssertionError."""
+        sizes: dict[Hashable, int] = {}
+        for space, size in taken.items():
+            sizes[self.owner(space)] = sizes.get(self.owner(space), 0) + size
+        assert sizes == {owner: lane.size for owner, lane in self._lanes.items() if lane.size}
+        counts: dict[Hashable, int] = dict.fromkeys(self._lanes, 0)
+        for entry in candidates:
+            assert self.lane(entry.block) is entry.lane
+            counts[entry.lane.tenant] += 1
+        for owner, lane in self._lanes.items():
+            assert counts[owner] == len(lane.policy)
             assert lane.item or not self._has_candidates(lane)
-        assert len(self) == sum(waiting.values())
-        held: dict[TierTenant, list[int]] = {}
-        for one in self._spaces.values():
-            total = held.setdefault(one.tenant, [0, 0, 0])
-            total[0] += one.bytes
-            total[1] += one.blocks
-            total[2] += 1
-        for tenant, total in held.items():
-            size = lanes[tenant].size if tenant in lanes else 0
-            assert total == [size, tenant.blocks, tenant.spaces]
-        weights = sum(lane.claim.weight for lane in lanes.values() if not lane.claim.public)
-        assert abs(self._weight - weights) <= 1e-6 * (1 + weights)
+            assert lane.claim == self._claim_of(owner) or owner == _REST
+            assert all(self.owner(row.block) == owner for row in lane.cold)

@@ -23,7 +23,8 @@ class TieringPolicy:
 
     Attributes:
         admit_after: touches of a block from which on tiers below memory take it. A touch is a put
-            or a request, the present one included; the counts of 131,072 blocks are remembered.
+            of a block that was not stored, or a request that found it; the counts of 131,072 blocks
+            are remembered.
         exclusive: whether a block is in one level at a time.
         keeps_reads: whether memory keeps a block that is read from a tier.
     """
@@ -82,13 +83,18 @@ class Planner:
         self._lock = threading.Lock()
         self._touches = Touches()
 
-    def store(self, blocks: Sequence[bytes]) -> list[bool]:
-        """Count a touch of ``blocks``; return whether tiers write each of them now."""
+    def store(self, blocks: Sequence[bytes], *, new: bool) -> list[bool]:
+        """Return whether tiers write each of ``blocks``, which are put, now.
+
+        ``new``: no level had them, and the put counts as a touch. One that finds them does not: it
+        may be of the request that stored them, which puts the answer behind its prompt.
+        """
         needed = self.policy.admit_after
         if needed == 1:
             return [not self.policy.exclusive] * len(blocks)
         with self._lock:
-            counts = [self._touches.touch(block) for block in blocks]
+            count = self._touches.touch if new else self._touches.count
+            counts = [count(block) for block in blocks]
         return [count >= needed and not self.policy.exclusive for count in counts]
 
     def read(self, blocks: Sequence[bytes]) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.eviction import POLICIES, AgeQueue, Entry, EvictionPolicy
-from kvkeep.store.tiers.eviction_order import OrderedBlock
+from kvkeep.store.tiers.tier_shares import IndexedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class TwoQ(EvictionPolicy):
 
     def add(self, entry: Entry) -> None:
         """Make ``entry`` a candidate; one that was evicted lately begins with a hit."""
-        if isinstance(entry, OrderedBlock) and entry.block in self._ghosts:
+        if isinstance(entry, IndexedBlock) and entry.block in self._ghosts:
             del self._ghosts[entry.block]
             entry.hits = entry.hits or 1
         again = entry.hits > 0
@@ -51,14 +51,25 @@ class TwoQ(EvictionPolicy):
         self._queues[again].remove(entry)
         self._sizes[again] -= entry.size
 
+    def _order(self) -> tuple[int, int]:
+        """Return the queues in the order in which they give victims."""
+        return (0, 1) if self._sizes[0] > _PROBATION * sum(self._sizes) else (1, 0)
+
+    def peek(self) -> Entry | None:
+        queues = [self._queues[again] for again in self._order()]
+        queue = queues[0] if len(queues[0]) else queues[1]
+        entry = queue.pop()
+        if entry is not None:
+            queue.put_back(entry, entry.last_used)
+        return entry
+
     def pop(self) -> Entry | None:
         """Remove the oldest block on probation if those are too many, else of the others."""
-        excess = self._sizes[0] > _PROBATION * sum(self._sizes)
-        for again in (0, 1) if excess else (1, 0):
+        for again in self._order():
             entry = self._queues[again].pop()
             if entry is not None:
                 self._sizes[again] -= entry.size
-                if isinstance(entry, OrderedBlock):
+                if isinstance(entry, IndexedBlock):
                     self._ghosts[entry.block] = None
                     if len(self._ghosts) > _REMEMBERED * self._most:
                         self._ghosts.popitem(last=False)
@@ -67,7 +78,7 @@ class TwoQ(EvictionPolicy):
 
     def put_back(self, entry: Entry) -> None:
         """Make the block just popped the oldest of its queue."""
-        if isinstance(entry, OrderedBlock):
+        if isinstance(entry, IndexedBlock):
             self._ghosts.pop(entry.block, None)
         self.add(entry)
 

@@ -9,12 +9,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.inexact import BEHIND, EXACT, mark, origin
-from kvkeep.store.tiers.prompt_writes import PromptWrites
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.moves import PromptWrites
+from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.moves import Moves
@@ -41,6 +40,8 @@ class Written:
 class _Placement(Enum):
     """The result of placing a block in memory."""
 
+    NEW = auto()
+    """No level had it."""
     IN_MEMORY = auto()
     BELOW = auto()
     """It is in a lower tier only, and is not copied up."""
@@ -97,7 +98,10 @@ class StoreRequest:
             kept, already = len(self.written.kept), len(self.written.already)
             memory.counters.count(writes=kept, already=already)
         dropped = blocks[kept + already :]
-        losses.note(dropped, memory.name, "dropped", "no room")
+        if dropped:
+            size = self._raw_bytes[kept + already] + HEADER_BYTES
+            over = memory.catalogue.over_quota(dropped[0][:SPACE_BYTES], size)
+            losses.note(dropped, memory.name, "dropped", "quota" if over else "no room")
         memory.counters.count(drops=len(dropped))
 
     def _store(self, blocks: Sequence[bytes]) -> None:
@@ -106,7 +110,7 @@ class StoreRequest:
         Later blocks of a prompt must not evict its beginning, because a prompt is found by its
         leading blocks only.
         """
-        holds = self._levels.memory.catalogue.holds
+        index = self._levels.memory.catalogue
         held: list[bytes] = []
         used: list[bytes] = []
         with PromptWrites(self._moves, blocks) as self._prompt:
@@ -116,19 +120,21 @@ class StoreRequest:
                         self._moves.demote_ahead()
                     placed, count = self._place(blocks, len(used))
                     run = blocks[len(used) : len(used) + count]
-                    admitted = self._levels.planner.store(run)
+                    admitted = self._levels.planner.store(
+                        run, new=placed in (_Placement.NEW, _Placement.NOWHERE)
+                    )
                     if placed is _Placement.NOWHERE:
                         break
                     used += run
                     if placed is not _Placement.BELOW:
                         try:
-                            holds.hold_all(self._copy_down(run, admitted), held)
+                            index.hold(self._copy_down(run, admitted), held)
                         finally:  # every write that needs the run in memory is queued
                             leases, self._leases = self._leases, ()
                             self._levels.memory.release_all(leases)
                 self._levels.used(used, stored=True)
             finally:
-                holds.free_all(held)
+                index.free(held)
         self._moves.demote_ahead()  # after all holds: any block may be moved to make room below
 
     def _place(self, blocks: Sequence[bytes], at: int) -> tuple[_Placement, int]:
@@ -155,18 +161,19 @@ class StoreRequest:
                     if self._levels.has_another_length(block, size)
                 ]
             )
-        if self._is_below(run[0]):
+        new = max(absent, 1)  # 0: its record went meanwhile
+        below = self._below(run[:new])
+        if run[0] in below:
             self.written.already.append(at)
             return _Placement.BELOW, 1
         self._prompt.begin()
-        new = max(absent, 1)  # 0: its record went meanwhile
-        if self._levels.tiers:
-            new = next((more for more in range(1, new) if self._is_below(run[more])), new)
+        if below:
+            new = next(more for more in range(1, new) if run[more] in below)
         self._leases = self._keep(run[:new], at)
         if not self._leases:
             return _Placement.NOWHERE, 1
         self.written.kept += range(at, at + len(self._leases))
-        return _Placement.IN_MEMORY, len(self._leases)
+        return _Placement.NEW, len(self._leases)
 
     def _run(self, blocks: Sequence[bytes], at: int) -> Sequence[bytes]:
         """Return the different blocks from ``at`` on that may be placed together, one at least.
@@ -197,12 +204,13 @@ class StoreRequest:
         self._levels.memory.release_all(leases[end:])
         return leases[:end]
 
-    def _is_below(self, block: bytes) -> bool:
-        """Whether a tier serves ``block``: an exact one, if it is exact and there is one."""
-        tiers: Iterable[Tier] = self._levels.tiers
-        if self._run_exact and self._levels.mixed:
-            tiers = [tier for tier in tiers if tier.codec.exact]
-        return any(tier.serves(block) for tier in tiers)
+    def _below(self, run: Sequence[bytes]) -> set[bytes]:
+        """Return the blocks of ``run`` that tiers serve: exact tiers, if it is exact."""
+        below: set[bytes] = set()
+        for tier in self._levels.tiers:
+            if tier.codec.exact or not (self._run_exact and self._levels.mixed):
+                below |= tier.serving(run)
+        return below
 
     def _keep(self, run: Sequence[bytes], at: int) -> Sequence[MemoryLease]:
         """Fill memory for the blocks of ``run``; return leases on those that found room."""
@@ -233,14 +241,13 @@ class StoreRequest:
 
     def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
         """Queue writes of a run to tiers; return the blocks that no tier has or will write."""
-        tiers = self._levels.tiers
-        if not tiers:
-            return run
-        below = {block for block in run if any(tier.knows(block) for tier in tiers)}
-        if not self._levels.planner.policy.exclusive:
-            for block, now in zip(run, admitted, strict=True):
-                for tier in tiers:
-                    if not tier.knows(block) and self._write(tier, block, now):
+        below: set[bytes] = set()
+        for tier in self._levels.tiers:
+            here = tier.known(run)
+            below |= here
+            if not self._levels.planner.policy.exclusive:
+                for block, now in zip(run, admitted, strict=True):
+                    if block not in here and self._write(tier, block, now):
                         below.add(block)
         return [block for block in run if block not in below]
 

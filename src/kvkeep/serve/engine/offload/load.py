@@ -262,13 +262,15 @@ class LoadChunk(NamedTuple):
     """KV of ``tokens`` tokens from position ``start`` on.
 
     ``block`` has it in page order, in a block of `Buffers`; or it is a snapshot. ``sources`` are
-    ``(tier, tokens)`` in order, as `KVStore.get` names them.
+    ``(tier, tokens)`` in order, as `KVStore.get` names them. From token ``exact`` on it is not
+    exact; None: all of it is.
     """
 
     start: int
     tokens: int
     block: Any
     sources: tuple[tuple[str, int], ...]
+    exact: int | None = None
 
     @property
     def stop(self) -> int:

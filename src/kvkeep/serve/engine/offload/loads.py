@@ -278,7 +278,8 @@ class PageLoads(Loads):
         except BaseException:
             self._buffers.give(block)
             raise
-        self._deliver(load, LoadChunk(start, count, block, ((source, count),)))
+        exact = start if ", " in source else None  # its codec is named
+        self._deliver(load, LoadChunk(start, count, block, ((source, count),), exact))
         return stop < load.stop and not load.cancelled
 
     def _relearn(self, load: Load, start: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import IllegalStep, OutOfPages
@@ -264,7 +265,7 @@ class SnapshotMover(Mover):
         if not self._writes.has_room(self._pages.size_of(position, start)):
             self._note_no_room(sequence.tokens[:position], start, tenant)
             return
-        self._queue(self._read(sequence, start, position, tenant, keys))
+        self._queue(self._read(answer, start, position, tenant, keys))
 
     def _hold(self, answer: Answer, position: int, tenant: str) -> None:
         """Read the snapshot of ``answer`` at ``position``, which may prove worth writing."""
@@ -272,7 +273,7 @@ class SnapshotMover(Mover):
         keys, start = self._named(answer, position)
         if b"at" + keys[-1] in self.known:
             return
-        write = self._read(answer.running_sequence, start, position, tenant, keys)
+        write = self._read(answer, start, position, tenant, keys)
         trail.snapshots.append(write)
         self._held_bytes += write.size
         if self._held_bytes > _HELD_BYTES:
@@ -294,9 +295,10 @@ class SnapshotMover(Mover):
         return keys, start
 
     def _read(
-        self, sequence: Sequence, start: int, position: int, tenant: str, keys: list[bytes]
+        self, answer: Answer, start: int, position: int, tenant: str, keys: list[bytes]
     ) -> SnapshotWrite:
-        snapshot = self._pages.read(sequence, start, position)
+        sequence = answer.running_sequence
+        snapshot = replace(self._pages.read(sequence, start, position), exact=answer.trail.exact)
         new = [*keys[start // self._block : position // self._block], b"at" + keys[-1]]
         tokens = sequence.tokens[:position].copy()
         return SnapshotWrite(
@@ -351,7 +353,8 @@ class _SnapshotLoads(Loads):
         if snapshot is None:
             return start
         stop = snapshot.tokens
-        self._deliver(load, LoadChunk(start, stop - start, snapshot, tuple(sources)))
+        chunk = LoadChunk(start, stop - start, snapshot, tuple(sources), snapshot.exact)
+        self._deliver(load, chunk)
         return stop
 
     def _relearn(self, load: Load, start: int) -> None:

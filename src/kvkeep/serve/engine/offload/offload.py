@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import PagedCache
     from kvkeep.core.cost import CostModel
+    from kvkeep.core.pages import PageCopy
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.engine.offload.load import LoadChunk
     from kvkeep.serve.engine.offload.loads import Loads
@@ -159,6 +160,44 @@ class LoadPlanner:
         return seconds + max(0, more) * self._cost.prefill.cost.seconds_fixed
 
 
+class LossyPages:
+    """Which pages of a pool begin KV that is not exact, for all answers that share them.
+
+    Pages are marked where the inexact KV of a sequence begins: what lies behind one is not exact
+    either. Thread safety: none; the engine's thread calls it. Memory: at most one number a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._pages: set[int] = set()
+
+    def copied(self, copies: Iterable[PageCopy]) -> None:
+        """Mark the copies of marked pages."""
+        if self._pages:
+            for copy in copies:
+                (self._pages.add if copy.src in self._pages else self._pages.discard)(copy.dst)
+
+    def loaded(self, answer: Answer, exact: int) -> None:
+        """Note that the KV of ``answer`` is not exact from token ``exact`` on."""
+        before = answer.trail.exact
+        answer.trail.exact = exact if before is None else min(before, exact)
+        self.follow(answer)
+
+    def follow(self, answer: Answer) -> None:
+        """Note of ``answer`` what its cached pages are, and of its pages what the answer is."""
+        trail, sequence = answer.trail, answer.running_sequence
+        if not self._pages and trail.exact is None:
+            return
+        pages = sequence.pages.tolist()
+        cached = -(-sequence.num_cached // self._size)
+        first = next((at for at, page in enumerate(pages[:cached]) if page in self._pages), None)
+        if first is not None and (trail.exact is None or first * self._size < trail.exact):
+            trail.exact = first * self._size
+        root = len(pages) if trail.exact is None else trail.exact // self._size
+        self._pages.difference_update(pages[cached:root])  # of others that had these pages before
+        self._pages.update(pages[root : root + 1])
+
+
 # Waiting answers, from the front of the queue, whose KV is prefetched.
 _AHEAD = 8
 # Seconds a step waits for a load when it has nothing to compute.
@@ -222,6 +261,7 @@ class Offload:
             self._loads, store.cost, step_tokens=step_tokens,
             token_bytes=runner.geometry.bytes_per_token, timeout=timeout,
         )  # fmt: skip
+        self._lossy = LossyPages(runner.page_size)
         self._admitted: list[Answer] = []  # whose loads were not reported
         self._tenants: OrderedDict[Namespace, str] = OrderedDict()
 
@@ -285,6 +325,7 @@ class Offload:
     def admitted(self, answer: Answer) -> None:
         """Begin to load behind the tokens that the pool has; ``answer`` has its pages now."""
         load = self.look_up(answer)
+        answer.trail.exact = None  # it may have had other pages before
         load.admitted(answer.running_sequence.num_cached, self._runner.page_size)
         self._admitted.append(answer)
 
@@ -310,10 +351,13 @@ class Offload:
     def _restore(self, answer: Answer, load: Load, chunk: LoadChunk) -> None:
         """Write a chunk to the pages of its answer, which then goes on behind it."""
         at, sequence = answer.computed, answer.running_sequence
-        self._runner.copy(sequence.copies())
+        self.copy(sequence.copies())
         if not self._mover.restore(answer, chunk):
             return
         answer.computed, load.alive_at = chunk.stop, time.monotonic()
+        if chunk.exact is not None:  # before others may share its pages
+            size = self._loads.page_size  # a page that was computed in part is written as a whole
+            self._lossy.loaded(answer, max(chunk.exact, at // size * size))
         if load.evidence is not None:
             load.evidence.came(chunk.start, chunk.sources, at)
         if answer.request.store:
@@ -322,6 +366,11 @@ class Offload:
         if load.is_first:
             self._stats.cached_tokens += chunk.stop - at
             answer.request.note_loaded(chunk.stop - at, chunk.lossy(at))
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages in the runner's memory."""
+        self._runner.copy(copies)
+        self._lossy.copied(copies)
 
     def _end(self, load: Load) -> None:
         """End a load that is of no more use; its report follows when its read has returned."""
@@ -375,6 +424,7 @@ class Offload:
         """
         if answer.request.store and (last or self._mover.has_news(answer)):
             tenant = self._tenant(answer.running_sequence.namespace)
+            self._lossy.follow(answer)
             watched = bool(self._notifier.observers)
             began, before = (time.perf_counter(), self._stats.kept_tokens) if watched else (0.0, 0)
             self._hold_back(answer, tenant, last=last)

@@ -159,6 +159,8 @@ class Trail:
     """The number of computed tokens from which on there is a block or tail to write."""
     checkpoint: int = 0
     """The position of a checkpoint that was just left, to be written with its state; else 0."""
+    exact: int | None = None
+    """From this token on the KV is not exact, as it was loaded so, or is behind such; else None."""
     keys: list[bytes] = field(default_factory=list)
     """Block keys of the sequence's full blocks, as far as they were needed."""
     snapshots: list[SnapshotWrite] = field(default_factory=list)
@@ -246,6 +248,7 @@ class _Write:
     key: bytes
     block: Tensor
     tail: bool
+    exact: int | None
 
 
 class Writes:
@@ -289,8 +292,7 @@ class Writes:
         trail.extend_keys(sequence, stop, self._block)
         while trail.offered < stop:
             start = trail.offered
-            key = trail.keys[start // self._block]
-            if not self._hand_over(sequence, start, start + self._block, tenant, key):
+            if not self._hand_over(trail, sequence, start, start + self._block, tenant):
                 break
             trail.offered += self._block
         trail.next = trail.offered + self._block
@@ -318,13 +320,16 @@ class Writes:
             return True  # less than a page is computed faster than it is read
         if start > trail.offered:
             return False  # a tail is found only behind the blocks before it
-        key = trail.tail_key(sequence, start, end, self._block)
-        return self._hand_over(sequence, start, end, tenant, key)
+        return self._hand_over(trail, sequence, start, end, tenant)
 
     def _hand_over(
-        self, sequence: Sequence, start: int, stop: int, tenant: str, key: bytes
+        self, trail: Trail, sequence: Sequence, start: int, stop: int, tenant: str
     ) -> bool:
         """Copy the pages and queue them for the store; False when no buffer is free."""
+        if stop - start == self._block:
+            key = trail.keys[start // self._block]
+        else:
+            key = trail.tail_key(sequence, start, stop, self._block)
         if key in self.known:
             return True
         buffer = self._buffers.take()
@@ -335,7 +340,8 @@ class Writes:
         self._tensors.read(pages, out=buffer[: len(pages)])
         self.known.offered(key)
         tail = stop - start < self._block
-        write = _Write(sequence.tokens[:stop].copy(), start, tenant, key, buffer, tail)
+        tokens = sequence.tokens[:stop].copy()
+        write = _Write(tokens, start, tenant, key, buffer, tail, trail.exact)
         self._queue.submit(lambda: self._run(write))
         self._stats.kept_tokens += stop - start
         return True
@@ -362,8 +368,9 @@ class Writes:
         end = time.monotonic() + (_ROOM_S if self._patient else 0.0)
         while True:
             put = self._store.put(
-                write.tokens, kv, start=write.start, tail=write.tail, tenant=write.tenant
-            )
+                write.tokens, kv, start=write.start, tail=write.tail, exact=write.exact,
+                tenant=write.tenant,
+            )  # fmt: skip
             self._patient = not put.dropped
             if not put.dropped or time.monotonic() > end:
                 return not put.dropped

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,7 @@ from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import Backend, Listed, Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from obstore import GetResult
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -123,8 +123,7 @@ class ObjectBackend(Backend):
 
     def put(self, block: bytes, record: memoryview) -> None:
         """Send ``record`` in one request; it is stored when all of it has arrived."""
-        counted = nullcontext() if self._count is None else self._count.putting(block, len(record))
-        with counted, self._translated("put"):
+        with self._counted({block: len(record)}), self._translated("put"):
             self._obstore.put(
                 self._store(),
                 self._path(block),
@@ -162,14 +161,8 @@ class ObjectBackend(Backend):
             store = self._store()
             if len(blocks) < 2:
                 return [self._size(store, block) for block in blocks]
-            requests = [self._pool().submit(self._size, store, block) for block in blocks]
-            _, waiting = wait(requests, return_when=FIRST_EXCEPTION)
-            for one in waiting:  # one failed: the others would fail too, after a timeout each
-                one.cancel()
-            for one in requests:
-                if one.done() and not one.cancelled():
-                    one.result()
-            return [one.result() for one in requests]
+            # After a failure `map` cancels those that wait: they would fail too, one by one.
+            return list(self._pool().map(partial(self._size, store), blocks))
 
     def delete(self, blocks: Sequence[bytes]) -> int:
         """Look up which blocks exist, then delete those."""
@@ -177,8 +170,7 @@ class ObjectBackend(Backend):
         sizes = self.sizes(blocks)
         there = {block: size for block, size in zip(blocks, sizes, strict=True) if size is not None}
         names = [self._path(block) for block in there]
-        counted = nullcontext() if self._count is None else self._count.deleting(blocks)
-        with counted, self._translated("delete"):
+        with self._counted(dict.fromkeys(blocks, 0)), self._translated("delete"):
             for at in range(0, len(names), _PAGE):
                 self._delete(names[at : at + _PAGE])
         return sum(there.values())
@@ -237,6 +229,9 @@ class ObjectBackend(Backend):
         """Return bucket and prefix as a URL."""
         return self._name
 
+    def _counted(self, sizes: Mapping[bytes, int]) -> AbstractContextManager[None]:
+        return nullcontext() if self._count is None else self._count.changing(sizes)
+
     def _path(self, block: bytes) -> str:
         return f"{self._prefix}{block[:SPACE_BYTES].hex()}/{block[SPACE_BYTES:].hex()}"
 
@@ -294,30 +289,8 @@ def _short(error: BaseException) -> str:
     return re.sub(r"\?[^\s)\"']*", "?…", next(line for line in lines if line))[:300]
 
 
-@dataclass(frozen=True)
-class Cloud:
-    """One kind of object store.
-
-    Attributes:
-        store: name of its class in `obstore.store`.
-        options: option of the URL → setting of obstore.
-        settings: fixed settings.
-    """
-
-    store: str
-    options: dict[str, str]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-CLOUDS: Final = {
-    # Signing a payload means hashing it, which takes four times as long as sending it and adds
-    # nothing to the checksum in each record.
-    "s3": Cloud(
-        "S3Store", {"endpoint": "endpoint", "region": "region"}, {"unsigned_payload": True}
-    ),
-    "gs": Cloud("GCSStore", {"endpoint": "base_url"}),
-    "az": Cloud("AzureStore", {"endpoint": "endpoint"}),
-}
+_CLOUDS: Final = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+"""Class in `obstore.store` by scheme."""
 
 
 def opener_of(url: TierURL) -> Opener:
@@ -326,9 +299,8 @@ def opener_of(url: TierURL) -> Opener:
     Raises:
         InvalidValue: a wrong scheme or option, no bucket, or credentials in the URL.
     """
-    cloud = CLOUDS.get(url.scheme)
-    if cloud is None:
-        raise InvalidValue(f"{url.safe}: an object store is one of {', '.join(CLOUDS)}")
+    if url.scheme not in _CLOUDS:
+        raise InvalidValue(f"{url.safe}: an object store is one of {', '.join(_CLOUDS)}")
     if not url.host or url.port is not None:
         raise InvalidValue(
             f"{url.safe}: a bucket is needed, as in {url.scheme}://bucket/prefix; "
@@ -339,15 +311,19 @@ def opener_of(url: TierURL) -> Opener:
             f"{url.safe}: credentials are not taken from the URL, but from the environment "
             "(AWS_ACCESS_KEY_ID …) or the cloud's own configuration"
         )
-    settings = dict(cloud.settings)
-    for option, setting in cloud.options.items():
-        if (value := url.text(option)) is not None:
-            settings[setting] = value
-    endpoint = settings.get(cloud.options["endpoint"], "")
+    endpoint, settings = url.text("endpoint") or "", dict[str, Any]()
+    if endpoint:
+        settings["base_url" if url.scheme == "gs" else "endpoint"] = endpoint
+    if url.scheme == "s3":
+        # Signing a payload means hashing it, which takes four times as long as sending it and adds
+        # nothing to the checksum in each record.
+        settings["unsigned_payload"] = True
+        if region := url.text("region"):
+            settings["region"] = region
     if endpoint and not re.fullmatch(r"https?://[^@/?#]+/?[^@?#]*", endpoint):
         raise InvalidValue(f"endpoint= in {url.safe}; one is http://host:port or https://host")
     bucket, plain = url.place, endpoint.startswith("http://")
-    kind = getattr(require("obstore.store", "objects"), cloud.store)
+    kind = getattr(require("obstore.store", "objects"), _CLOUDS[url.scheme])
 
     def open_store(timeout: float) -> ObjectStore:
         client: ClientConfig = {
@@ -376,8 +352,8 @@ def opener_of(url: TierURL) -> Opener:
 class UsageCount:
     """Counts the bytes held, from a listing and from this process's puts and deletes.
 
-    A put counts as held while it is under way. After a failed call the content is uncertain: the
-    place is listed again before the next put.
+    A put counts while it is under way. After a failed call the content is uncertain: the place is
+    listed again before the next put.
 
     Thread safety: all methods. While the place is listed, other calls wait.
     """
@@ -392,53 +368,50 @@ class UsageCount:
         self._lock = threading.Lock()
 
     @contextmanager
-    def putting(self, block: bytes, size: int) -> Iterator[None]:
-        """Count a put of ``size`` bytes, which runs in the ``with`` block, or raise `OutOfRoom`."""
+    def changing(self, sizes: Mapping[bytes, int]) -> Iterator[None]:
+        """Count the new ``sizes`` of blocks, which the ``with`` block stores, or deletes (0).
+
+        Raises:
+            OutOfRoom: they exceed the capacity.
+        """
+        puts = {block: size for block, size in sizes.items() if size}
         with self._lock:
-            before = self._known().get(block, 0)
-            if self._held - before + size > self._capacity:
-                raise OutOfRoom(size, self._where)
-            self._set(block, size)
-            self._coming[block] = size
+            if puts:
+                held = self._list()
+                more = sum(size - held.get(block, 0) for block, size in puts.items())
+                if self._held + more > self._capacity:
+                    raise OutOfRoom(sum(puts.values()), self._where)
+                self._coming |= puts
+                self._set(puts)
+        stored = False
         try:
             yield
-        except BaseException:
-            self._doubt()
-            raise
+            stored = True
         finally:
             with self._lock:
-                self._coming.pop(block, None)
-
-    @contextmanager
-    def deleting(self, blocks: Sequence[bytes]) -> Iterator[None]:
-        """Count the blocks as gone after the ``with`` block."""
-        try:
-            yield
-        except BaseException:
-            self._doubt()
-            raise
-        with self._lock:
-            for block in blocks if self._sizes is not None else ():
-                self._set(block, 0)
+                for block in puts:
+                    self._coming.pop(block, None)
+                if not stored:
+                    self._sizes = None
+                self._set(dict.fromkeys(sizes.keys() - puts.keys(), 0))
 
     def used(self) -> int:
         """Return the bytes held; list the store first if its content is uncertain."""
         with self._lock:
-            self._known()
+            self._list()
             return self._held
 
-    def _doubt(self) -> None:
-        with self._lock:
-            self._sizes = None
-
-    def _known(self) -> dict[bytes, int]:
+    def _list(self) -> dict[bytes, int]:
         if self._sizes is None:
             self._sizes = {one.block: one.size for one in self._listing()} | self._coming
             self._held = sum(self._sizes.values())
         return self._sizes
 
-    def _set(self, block: bytes, size: int) -> None:
-        assert self._sizes is not None
-        self._held += size - self._sizes.pop(block, 0)
-        if size:
-            self._sizes[block] = size
+    def _set(self, sizes: Mapping[bytes, int]) -> None:
+        held = self._sizes
+        if held is None:
+            return
+        for block, size in sizes.items():
+            self._held += size - held.pop(block, 0)
+            if size:
+                held[block] = size

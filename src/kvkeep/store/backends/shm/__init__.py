@@ -1,15 +1,9 @@
 """`shm://`: one arena in shared memory for all processes of a user on a node.
 
-layout.py    the file byte by byte
-clock.py     the time of uses and pins
-opening.py   creates it, or checks what is there; takes page faults off the path of requests
+segment.py   the file: its layout, its creation, page faults off the path of requests
 lock.py      the lock between processes, and which of them live
-books.py     the columns of the index, and lookups without the lock
-extents.py   free memory
-repair.py    rebuilds everything derived from the records, after a crash
-core.py      the lock with its repair, holds, dead processes, quotas of namespaces
-arena.py     records: reserve, publish, pin, delete, evict; `check` recounts everything
-backend.py   the contract of backends, over the arena
+rows.py      the records, the free memory between them, holds, quotas; counting anew after a crash
+backend.py   the contract of backends: drafts, leases, eviction and pins, each under one lock
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.shm.layout import SLOTS
 
 if sys.platform == "linux":
     import fcntl
@@ -27,7 +26,10 @@ if sys.platform == "linux":
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NodeLock"]
+__all__ = ["SLOTS", "NodeLock"]
+
+SLOTS: Final = 256
+"""Processes that may have the arena open at a time."""
 
 _YIELDS: Final = 20  # tries that only give up the processor in between
 _FIRST_PAUSE: Final = 20e-6  # seconds; doubles up to …

@@ -173,31 +173,29 @@ class ValkeyBackend(Backend):
 
     def note_space(self, space: bytes, note: bytes) -> None:
         """Set a field of the hash ``prefix:1:spaces``, unless it has 256."""
-        name, key = self._prefix + b"spaces", space.hex().encode()
+        deadline = self._deadline()
         with self._translated():
-            deadline = self._deadline()
-            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
-            if isinstance(count, int) and count < _NOTED:
-                words = command(b"HSETNX", name, key, note)
-                self._nodes.call(name, [words], Wire.expect, deadline)
+            if self._notes_call(deadline, b"HLEN") in range(_NOTED):
+                self._notes_call(deadline, b"HSETNX", space.hex().encode(), note)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
         """Return the fields of the hash ``prefix:1:spaces``, unless it has more than 256."""
-        name = self._prefix + b"spaces"
+        deadline = self._deadline()
         with self._translated():
-            deadline = self._deadline()
-            count = self._nodes.call(name, [command(b"HLEN", name)], Wire.expect, deadline)
-            if not isinstance(count, int) or not 0 < count <= _NOTED:
+            if self._notes_call(deadline, b"HLEN") not in range(1, _NOTED + 1):
                 return {}
-            answer = self._nodes.call(name, [command(b"HGETALL", name)], Wire.expect, deadline)
-        if not isinstance(answer, list):
-            return {}
+            answer = self._notes_call(deadline, b"HGETALL")
         notes: dict[bytes, bytes] = {}
-        for space, note in zip(answer[::2], answer[1::2], strict=False):
+        fields = answer if isinstance(answer, list) else []
+        for space, note in zip(fields[::2], fields[1::2], strict=False):
             with suppress(ValueError):
                 if isinstance(space, bytes) and isinstance(note, bytes):
                     notes[bytes.fromhex(space.decode("ascii"))] = note
         return notes
+
+    def _notes_call(self, deadline: float, verb: bytes, *words: bytes) -> Answer:
+        name = self._prefix + b"spaces"
+        return self._nodes.call(name, [command(verb, name, *words)], Wire.expect, deadline)
 
     def memory(self) -> Sequence[ServerMemory]:
         """Return what each primary says of its memory. Raises `BackendFailed`."""
@@ -254,14 +252,12 @@ class ValkeyBackend(Backend):
         """
         names = [self._name(block) for block in blocks]
         texts = [[command(verb, name, *rest) for verb, *rest in commands] for name in names]
-        found = []
         with self._translated():
-            for numbers in self._nodes.call_numbers(names, texts, self._deadline()):
-                first, last = numbers[0], numbers[-1]
-                if isinstance(last, ServerError):
-                    raise last
-                found.append((first, last))
-        return found
+            answers = self._nodes.call_numbers(names, texts, self._deadline())
+            for numbers in answers:
+                if isinstance(numbers[-1], ServerError):
+                    raise numbers[-1]
+        return [(numbers[0], cast("int", numbers[-1])) for numbers in answers]
 
     def _name(self, block: bytes) -> bytes:
         assert len(block) == BLOCK_ID_BYTES

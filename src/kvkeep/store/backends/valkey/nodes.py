@@ -11,7 +11,9 @@ import binascii
 import re
 import threading
 import time
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from kvkeep.store.backends.valkey.wire import (
@@ -25,7 +27,7 @@ from kvkeep.store.backends.valkey.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["Address", "Nodes", "Number", "Topology"]
 
@@ -34,6 +36,8 @@ Topology = Literal["yes", "no", "auto"]
 Number = int | ServerError
 """The answer to a command that returns a number, or its error."""
 T = TypeVar("T")
+Dial = Callable[[Address, float], Wire]
+"""Connects to a node until a deadline."""
 
 SLOTS: Final = 16384
 _FIRST_PAUSE_S: Final = 0.005
@@ -50,66 +54,60 @@ _BATCH: Final = 1000  # commands sent before their answers are read
 
 
 class _Pool:
-    """Up to ``limit`` connections to one node, most recently used first. Thread-safe."""
+    """``limit`` slots for connections to one node, the last that was used first. Thread-safe."""
 
-    def __init__(
-        self, address: Address, limit: int, dial: Callable[[Address, float], Wire]
-    ) -> None:
-        self.address = address
+    def __init__(self, address: Address, limit: int, dial: Dial) -> None:
+        self._address = address
         self._limit = limit
         self._dial = dial
-        self._free = threading.BoundedSemaphore(limit)
-        self._lock = threading.Lock()
-        self._idle: list[Wire] = []
         self._closed = False
+        self._slots: LifoQueue[Wire | None] = LifoQueue()  # None: not connected
+        for _ in range(limit):
+            self._slots.put(None)
 
     @contextmanager
     def wire(self, deadline: float) -> Iterator[Wire]:
         """Lend a connection to the caller; it is closed after any error but a redirection."""
-        left = deadline - time.monotonic()
-        if left <= 0 or not self._free.acquire(timeout=left):
-            raise TimedOut(f"all {self._limit} connections were busy until it timed out")
         try:
-            wire = self._take(deadline)
+            wire = self._slots.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            busy = f"all {self._limit} connections were busy until it timed out"
+            raise TimedOut(busy) from None
+        reusable = False
+        try:
+            if self._closed:
+                raise Lost("the backend is closed")
+            if wire is not None and not wire.usable():  # the server restarted or closed it
+                wire.close()
+                wire = None
+            wire = wire or self._dial(self._address, deadline)
             wire.deadline = deadline
             try:
                 yield wire
-            except BaseException as error:
-                if _is_redirection(error):
-                    self._put_back(wire)
-                else:
-                    wire.close()  # an answer may still arrive, which the next user must not read
+                reusable = True
+            except ServerError as error:
+                reusable = _is_redirection(error)
                 raise
-            self._put_back(wire)
         finally:
-            self._free.release()
-
-    def _take(self, deadline: float) -> Wire:
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise Lost("the backend is closed")
-                wire = self._idle.pop() if self._idle else None
-            if wire is None:
-                return self._dial(self.address, deadline)
-            if wire.usable():
-                return wire
-            wire.close()  # the server restarted or closed it
-
-    def _put_back(self, wire: Wire) -> None:
-        with self._lock:
-            if not self._closed and wire.usable():
-                self._idle.append(wire)
-                return
-        wire.close()
+            # After another error an answer may still arrive, which the next user must not read.
+            if wire is not None and not (reusable and wire.usable()):
+                wire.close()
+                wire = None
+            self._slots.put(wire)
+            if self._closed:
+                self.close()
 
     def close(self) -> None:
         """Close idle connections now, the others when they are returned."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
+        self._closed = True
+        idle: list[Wire | None] = []
+        with suppress(Empty):
+            while True:
+                idle.append(self._slots.get_nowait())
         for wire in idle:
-            wire.close()
+            if wire is not None:
+                wire.close()
+            self._slots.put(None)
 
 
 class Nodes:
@@ -125,7 +123,7 @@ class Nodes:
         seed: Address,
         topology: Topology,
         connections: int,
-        dial: Callable[[Address, float], Wire],
+        dial: Dial,
     ) -> None:
         self._seed = seed
         self._topology = topology
@@ -181,13 +179,13 @@ class Nodes:
             for start in range(0, len(indices), _BATCH):
                 batch = indices[start : start + _BATCH]
                 with self.wire(address, deadline) as wire:
-                    wire.send(b"".join(one for index in batch for one in commands[index]))
+                    wire.send(b"".join(part for index in batch for part in commands[index]))
                     for index in batch:
                         answers[index] = [_number(wire) for _ in commands[index]]
         for index, key in enumerate(keys):
-            if any(_is_redirection(answer) for answer in answers[index]):
+            if any(map(_is_redirection, answers[index])):
                 answers[index] = [
-                    self.call(key, [one], _number_here, deadline) for one in commands[index]
+                    self.call(key, [part], _directed_number, deadline) for part in commands[index]
                 ]
         return answers
 
@@ -319,7 +317,7 @@ def _number(wire: Wire) -> Number:
     return answer
 
 
-def _number_here(wire: Wire) -> Number:
+def _directed_number(wire: Wire) -> Number:
     answer = _number(wire)
     if isinstance(answer, ServerError) and _is_redirection(answer):
         raise answer

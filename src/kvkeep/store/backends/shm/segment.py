@@ -1,8 +1,18 @@
-"""Opens the file of a shared arena: creates it, or checks what is there.
+"""The file of a shared arena: its layout, its creation, and the checks of one that exists.
 
-Every process takes the lock first, so one creates the file and the others wait. The header is
-written last: a file without one was left by a process that died meanwhile, and is begun again. All
-memory is reserved (`posix_fallocate`) before it is mapped, so no access to it can fail.
+    offset  bytes  what
+         0   4096  header: magic, version, sizes, CRC-32; written last, at creation
+      4096  16384  words, int64 each: see the names below
+     20480 524288  rows of the records that were published last, int64 each
+    544768   161 n  columns of n rows, one a record, and of n + 1 free extents: see `COLUMNS`
+                   data, at a multiple of 2 MiB
+
+Integers are in the order of the machine: the file never leaves it. Offsets are bytes in the data.
+The rows are the truth; everything but them is counted anew after a crash.
+
+Every process takes the lock first, so one creates the file and the others wait. A file without a
+header was left by a process that died meanwhile, and is begun again. All memory is reserved
+(`posix_fallocate`) before it is mapped, so no access to it can fail.
 """
 
 from __future__ import annotations
@@ -12,30 +22,171 @@ import logging
 import os
 import re
 import stat
+import struct
 import sys
 import threading
+import zlib
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.core.keys import BLOCK_ID_BYTES
 from kvkeep.store.backends.base import ALIGNMENT
 from kvkeep.store.backends.free_memory import free_memory
-from kvkeep.store.backends.shm.layout import HEADER_BYTES, Layout, NotAnArena
-from kvkeep.store.backends.shm.lock import NodeLock
+from kvkeep.store.backends.shm.lock import SLOTS, NodeLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["OpenedArena", "Warming", "check_name", "open_arena", "path_of"]
+__all__ = [
+    "HEADER_BYTES",
+    "Layout",
+    "OpenedArena",
+    "Warming",
+    "check_name",
+    "open_arena",
+    "path_of",
+]
+
+HEADER_BYTES: Final = 4096
+QUOTAS: Final = 256
+RECENT: Final = 1 << 16
+"""Rows that were published last, by which processes learn of each other's records."""
+
+# Words.
+CHANGING: Final = 0  # 1 while a process that has the lock may be in the middle of a change
+GENERATION: Final = 1  # the last number given to a record
+PUBLISHED: Final = 2  # how many records were ever published
+FREE_BYTES: Final = 3
+FREE_EXTENTS: Final = 4
+BUSY: Final = 5  # rows in use
+RECORDS: Final = 6  # of these, published ones
+LOW: Final = 7  # all rows below are in use
+HIGH: Final = 8  # no row at or above was ever in use
+REPAIRS: Final = 9
+LOST: Final = 10  # published records that did not prove themselves
+QUOTA_COUNT: Final = 11
+KIND: Final = 12  # what the records are: one of the following
+SLOT_AT: Final = 64  # the process id in each slot, 0 if it is free
+LEAVING_AT: Final = SLOT_AT + SLOTS  # bytes that the process in each slot demotes
+QUOTA_AT: Final = LEAVING_AT + SLOTS  # two words of the space, limit, bytes
+_WORDS: Final = 2048
+assert QUOTA_AT + 4 * QUOTAS <= _WORDS
+
+UNDECIDED: Final = 0
+RAW: Final = 1  # raw KV behind room for a header, of stores that have the arena in front
+SEALED: Final = 2  # records with headers and checksums, of a lower tier
+
+NUMBERS: Final = (
+    "generation",  # unique to each record that was ever published or drafted
+    "named",  # the generation while the record can be found, else 0
+    "offset",
+    "length",  # bytes of the extent
+    "size",  # bytes of the record
+    "used",  # last use, a time of the machine's clock
+    "pinned",  # end of the pin, a time of that clock
+    "proof",  # a checksum of id, generation, offset, length and size
+    "free_offset",  # not of rows: the free extents, by address
+    "free_length",
+)
+COLUMNS: Final = dict.fromkeys(NUMBERS, 8) | {  # bytes of each row
+    "ids": BLOCK_ID_BYTES,
+    "holders": SLOTS // 8,  # a bit for each process that drafts, leases or holds the record
+    "busy": 1,  # 1 while the row is in use
+}
 
 _LOG = logging.getLogger("kvkeep.tiers")
+_HEADER: Final = struct.Struct("<8sIIQQQQ")
+_MAGIC: Final = b"kvkeepS\n"
+_VERSION: Final = 2
+_HUGE: Final = 2 << 20
+_BYTES_PER_ROW: Final = 64 << 10
+_SMALL: Final = 8192  # rows of an arena of small records, such as tests have
+_MOST_ROWS: Final = 1 << 28
 _PATIENCE: Final = 120.0  # seconds to wait for another process that creates the arena
 _STEP: Final = 256 << 20  # bytes reserved in one system call
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEFT_FREE: Final = 256 << 20  # bytes of memory that an arena leaves to the rest of the machine
+_WARM_STEP: Final = 16 << 20  # bytes between two looks whether to stop
+
+
+class NotAnArena(Exception):
+    """The bytes are no header of an arena that this kvkeep reads; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything is in the file.
+
+    Attributes:
+        data_bytes: bytes for records, a multiple of 4096.
+        rows: records at most, with drafts.
+    """
+
+    data_bytes: int
+    rows: int
+
+    @classmethod
+    def of(cls, size: int, records: int | None = None) -> Layout:
+        """Return the layout of an arena with ``size`` bytes for ``records`` records at most."""
+        data = size - size % ALIGNMENT
+        if data < ALIGNMENT:
+            raise InvalidValue(f"an arena of {size} bytes is too small; give it 4096 or more")
+        return cls(data, records or max(data // _BYTES_PER_ROW, min(data // ALIGNMENT, _SMALL)))
+
+    @property
+    def recent_at(self) -> int:
+        """Offset of the rows that were published last."""
+        return HEADER_BYTES + 8 * _WORDS
+
+    def column_at(self, name: str) -> int:
+        """Return the offset of a column; all have room for a row more than there are."""
+        begin = self.recent_at + 8 * RECENT
+        for column, width in COLUMNS.items():
+            if column == name:
+                break
+            begin += width * (self.rows + 1)
+        return begin
+
+    @property
+    def data_at(self) -> int:
+        """Offset of the data, a multiple of 2 MiB."""
+        return -(-(self.column_at("busy") + self.rows + 1) // _HUGE) * _HUGE
+
+    @property
+    def total(self) -> int:
+        """Bytes of the file."""
+        return self.data_at + self.data_bytes
+
+    def header(self) -> bytes:
+        """Return the header, without the zeros behind it."""
+        head = _HEADER.pack(_MAGIC, _VERSION, SLOTS, self.data_bytes, self.rows, RECENT, self.total)
+        return head + zlib.crc32(head).to_bytes(4, "little")
+
+    @classmethod
+    def parse(cls, head: bytes) -> Layout:
+        """Read a header; compute nothing from its numbers before they are checked.
+
+        Raises:
+            NotAnArena: it is none, is damaged, or is of another version.
+        """
+        if len(head) < _HEADER.size + 4 or not head.startswith(_MAGIC):
+            raise NotAnArena("it does not begin as an arena of kvkeep does")
+        _, version, slots, data, rows, recent, total = _HEADER.unpack_from(head)
+        check = int.from_bytes(head[_HEADER.size : _HEADER.size + 4], "little")
+        if zlib.crc32(head[: _HEADER.size]) != check:
+            raise NotAnArena("the checksum of its header is wrong")
+        if version != _VERSION:
+            raise NotAnArena(f"its format has version {version}; this kvkeep reads {_VERSION}")
+        layout = cls(data, rows)
+        fine = ALIGNMENT <= data < 1 << 50 and not data % ALIGNMENT and 0 < rows <= _MOST_ROWS
+        if not fine or (slots, recent, layout.total) != (SLOTS, RECENT, total):
+            raise NotAnArena("the sizes in its header contradict each other")
+        return layout
 
 
 class OpenedArena(NamedTuple):
@@ -225,9 +376,6 @@ def _free(path: str) -> Iterator[tuple[int, str]]:
     yield found.f_bavail * found.f_frsize, directory
     for free, where in free_memory():
         yield max(0, free - _LEFT_FREE), where
-
-
-_WARM_STEP: Final = 16 << 20  # bytes between two looks whether to stop
 
 
 class Warming:
