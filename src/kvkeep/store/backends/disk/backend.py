@@ -25,7 +25,6 @@ from kvkeep.store.backends.disk.files import (
     padded,
     preallocate,
     read_whole,
-    regular_files,
     size_of,
     supports_direct,
     translated,
@@ -334,10 +333,8 @@ class DiskBackend(Backend):
             except OSError as error:
                 if error.errno not in CANNOT_WRITE | {errno.ENOSPC}:
                     raise
-            others = (self._directory.tmp, self._directory.quarantine)
-            sizes = [size for path in others for _, size in regular_files(path)]
-            sizes += [one.size for one in self._directory.scan() if isinstance(one, Listed)]
-            return sum(padded(size) for size in sizes)
+            listing = self._directory.scan()
+            return sum(padded(item.size) for item in listing if isinstance(item, Listed))
 
     def flush(self) -> None:
         """With ``sync="flush"``, make earlier puts and deletes survive a loss of power.

@@ -14,6 +14,7 @@ had the files ``ledger``, ``budget`` and ``spaces``: the last two are read when 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
@@ -26,16 +27,15 @@ import numpy as np
 
 from kvkeep.core.errors import BackendFailed, InvalidValue, reason
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
-from kvkeep.store.backends.base import ALIGNMENT, Listed
+from kvkeep.store.backends.base import Listed
 from kvkeep.store.backends.disk.files import (
     CANNOT_WRITE,
     WRONG_KIND,
     check_kind,
-    check_owner,
-    check_plain,
+    check_ours,
     closing_fd,
     lstat,
-    open_plain,
+    open_known,
     size_of,
     sync_path,
 )
@@ -49,11 +49,10 @@ if TYPE_CHECKING:
 __all__ = ["RecordDirectory"]
 
 _FORMAT: Final = b"kvkeep blocks 1\n"
-_OLD: Final = ("ledger", "budget", "spaces", "writes")
-_OURS: Final = {"FORMAT", "index", "tmp", "quarantine", *_OLD}
+_FORMER: Final = ("ledger", "budget", "spaces", "writes")
+_OURS: Final = {"FORMAT", "index", "tmp", "quarantine", *_FORMER}
 _INDEX_NAME: Final = 16
 _KEY_NAME: Final = 2 * (BLOCK_ID_BYTES - SPACE_BYTES)
-_REMOTE: Final = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "fuse.gluster", "beegfs", "gpfs")
 
 
 class RecordDirectory:
@@ -62,7 +61,6 @@ class RecordDirectory:
     Attributes:
         root: absolute path.
         url: the same as a URL, for messages.
-        is_remote: whether it is on a network, where no memory can be shared between machines.
 
     Raises:
         InvalidValue: it cannot be created, another user owns it, it holds other things, or it has
@@ -86,7 +84,6 @@ class RecordDirectory:
             if error.errno in CANNOT_WRITE | WRONG_KIND:
                 raise InvalidValue(f"{root} cannot hold records: {why}") from error
             raise BackendFailed(error.errno, f"{root} cannot be opened: {why}") from error
-        self.is_remote = _filesystem(self._device).startswith(_REMOTE)
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -110,6 +107,11 @@ class RecordDirectory:
         if there is not None:
             check_kind(there, path, stat.S_IFDIR)
         return there is not None
+
+    def has_space(self, block: bytes) -> bool:
+        """Whether the namespace of ``block`` has a directory."""
+        there = lstat(self.space(block))
+        return there is not None and stat.S_ISDIR(there.st_mode)
 
     def create(self, path: str) -> int:
         """Create a file in ``tmp/``; return its descriptor."""
@@ -239,7 +241,7 @@ class RecordDirectory:
 
     def _check_format(self, names: Collection[str], *, was_open: bool) -> None:
         try:
-            with closing_fd(open_plain(self.format, os.O_RDONLY)) as fd:
+            with closing_fd(open_known(self.format, os.O_RDONLY)[0]) as fd:
                 found = os.pread(fd, 64, 0)
         except FileNotFoundError:
             found = b""
@@ -272,9 +274,7 @@ class RecordDirectory:
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
-                found = os.lstat(path)
-                check_kind(found, path, stat.S_IFDIR)
-                check_owner(found, path)
+                check_ours(os.lstat(path), path, stat.S_IFDIR)
         with self._alone() as fd:
             if self.index() is None:
                 # Each has a name of its own: SQLite deletes the log of a lost index by its name.
@@ -301,7 +301,7 @@ class RecordDirectory:
         for name in sorted(os.listdir(self._indexes)):
             path = f"{self._indexes}/{name}"
             if _from_hex(name, _INDEX_NAME) and (there := lstat(path)) is not None:
-                check_plain(there, path)
+                check_ours(there, path, stat.S_IFREG)
                 return path, there
         return None
 
@@ -319,7 +319,7 @@ class RecordDirectory:
     def _alone(self) -> Iterator[int]:
         """Hold the lock of FORMAT, under which an index is made or removed."""
         until = time.monotonic() + _PATIENCE
-        with closing_fd(open_plain(self.format, os.O_RDWR | os.O_CREAT)) as fd:
+        with closing_fd(open_known(self.format, os.O_RDWR | os.O_CREAT)[0]) as fd:
             while True:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -333,38 +333,37 @@ class RecordDirectory:
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has it open
 
-    # -- directories of kvkeep before the index ---------------------------------------------------
+    # -- files of kvkeep before the index ---------------------------------------------------------
 
-    def read_old(self) -> tuple[dict[bytes, bytes], tuple[int, bool, float] | None]:
-        """Return notes by space, and the last budget, of files that precede the index."""
-        notes = {}
-        for line in self._read_file("spaces").splitlines():
+    def former_facts(self) -> dict[str | bytes, str | bytes]:
+        """Return the notes by space, and the last budget as JSON."""
+        facts: dict[str | bytes, str | bytes] = {}
+        for line in self._read("spaces").splitlines():
             name, _, note = line.partition(b" ")
-            if _is_space(text := name.decode("ascii", "replace")):
-                notes[bytes.fromhex(text)] = note
-        pattern = r"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*"
-        budget = re.fullmatch(pattern, self._read_file("budget").decode("ascii", "replace"))
-        if budget is None or int(budget[1]) < ALIGNMENT:
-            return notes, None
-        return notes, (int(budget[1]), budget[2] == "given", float(budget[3]))
+            if space := _from_hex(name.decode("ascii", "replace"), 2 * SPACE_BYTES):
+                facts[space] = note
+        form = rb"kvkeep budget (\d{4,20}) (given|default) (\d{1,12})\s*"
+        if found := re.fullmatch(form, self._read("budget")):
+            facts["budget"] = json.dumps([int(found[1]), found[2] == b"given", int(found[3])])
+        return facts
 
-    def _read_file(self, name: str) -> bytes:
+    def _read(self, name: str) -> bytes:
         try:
-            with closing_fd(open_plain(f"{self.root}/{name}", os.O_RDONLY)) as fd:
-                return os.pread(fd, _OLD_AT_MOST, 0)
+            with closing_fd(open_known(f"{self.root}/{name}", os.O_RDONLY)[0]) as fd:
+                return os.pread(fd, _FORMER_AT_MOST, 0)
         except OSError:  # missing, or a link, a pipe, a folder
             return b""
 
-    def remove_old(self) -> None:
+    def remove_former(self) -> None:
         """Remove the files that the index replaces."""
-        for name in _OLD:
+        for name in _FORMER:
             with suppress(OSError):
                 os.unlink(f"{self.root}/{name}")
 
 
+_FORMER_AT_MOST: Final = 64 << 10  # bytes of each
 _TRIES: Final = 5  # of a rename whose target directory is removed meanwhile
 _PATIENCE: Final = 5.0  # seconds for the lock of FORMAT
-_OLD_AT_MOST: Final = 64 << 10  # bytes
 
 
 def _is_space(name: str) -> bool:
@@ -380,13 +379,3 @@ def _from_hex(name: str, length: int) -> bytes | None:
     except ValueError:
         return None
     return data if data.hex() == name else None
-
-
-def _filesystem(device: int) -> str:
-    """Return the type of the filesystem on ``device``; "" where the system does not tell."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-        for line in mounts:
-            if line.split()[2] == number:
-                return line.partition(" - ")[2].split()[0]
-    return ""

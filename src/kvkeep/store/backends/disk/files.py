@@ -29,12 +29,10 @@ __all__ = [
     "CANNOT_WRITE",
     "WRONG_KIND",
     "check_kind",
-    "check_owner",
-    "check_plain",
+    "check_ours",
     "closing_fd",
     "lstat",
     "open_known",
-    "open_plain",
     "open_record",
     "padded",
     "preallocate",
@@ -134,13 +132,8 @@ def open_record(path: str) -> tuple[int, int] | None:
     return fd, there.st_size
 
 
-def open_plain(path: str, flags: int) -> int:
-    """Open a file as `open_known` does; return only its descriptor."""
-    return open_known(path, flags)[0]
-
-
 def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
-    """Open a regular file of this user; return its descriptor and status.
+    """Open a regular file of this user; return a descriptor to close and its status.
 
     Never waits for the writer of a pipe, follows no symlink.
 
@@ -151,7 +144,7 @@ def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
-        check_plain(found, path)
+        check_ours(found, path, stat.S_IFREG)
     except BaseException:
         os.close(fd)
         raise
@@ -167,17 +160,12 @@ def check_kind(found: os.stat_result, path: str, kind: int) -> None:
         raise OSError(number, f"it is a {name} and must be a {_KINDS[kind]}", path)
 
 
-def check_owner(found: os.stat_result, path: str) -> None:
-    """Raise OSError (EINVAL) unless ``path`` belongs to the user of this process."""
+def check_ours(found: os.stat_result, path: str, kind: int) -> None:
+    """Raise OSError as `check_kind`, or (EINVAL) if ``path`` is another user's."""
+    check_kind(found, path, kind)
     if found.st_uid != os.geteuid():
         owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
         raise OSError(errno.EINVAL, owner, path)
-
-
-def check_plain(there: os.stat_result, path: str) -> None:
-    """Raise OSError (EINVAL) unless ``path`` is a regular file of this user."""
-    check_kind(there, path, stat.S_IFREG)
-    check_owner(there, path)
 
 
 def _open_if_there(path: str, flags: int) -> int | None:

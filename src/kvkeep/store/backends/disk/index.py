@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import sqlite3
@@ -41,7 +42,7 @@ from kvkeep.store.backends.disk.files import (
     WRONG_KIND,
     closing_fd,
     lstat,
-    open_plain,
+    open_known,
     padded,
     regular_files,
     size_of,
@@ -69,6 +70,8 @@ _RECOUNT: Final = (
     "UPDATE room SET bytes = (SELECT COALESCE(SUM((size + ?) / ? * ?), 0) FROM records) "
     "WHERE name = ''"
 )
+_NEXT: Final = "SELECT block, size, used FROM records WHERE block > ? ORDER BY block LIMIT 1"
+_RANGE: Final = "SELECT block, size, used FROM records WHERE block > ? AND block <= ?"
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _ERRNOS: Final = {
@@ -86,13 +89,10 @@ _PLENTY: Final = 64 * _AHEAD  # bytes of the budget that are free then
 _STALE: Final = 32  # blocks from which a put settles them
 _SUSPECTS: Final = 1024  # stale blocks, from which a miss is not noted
 _BATCH: Final = 256  # blocks that a sweep settles at once
-_PAGE: Final = 4096  # rows that it reads at once
+_PAGE: Final = 4096  # names that it compares at once
+_BEHIND: Final = b"\xff" * (BLOCK_ID_BYTES - SPACE_BYTES)  # no key is larger
 _NOTES: Final = 64 << 10  # bytes of all notes
 _QUARANTINED: Final = 16  # files in quarantine, and the part of the capacity, at most
-
-
-class _SweepDue(Exception):
-    """A transaction needs rows that were compared with the files."""
 
 
 class LastBudget(NamedTuple):
@@ -121,11 +121,11 @@ class DiskIndex:
         _all.add(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()  # everything below; held over a transaction
+        self.lock = threading.Lock()  # everything below; held over a transaction
         self._sweeping = threading.Lock()  # a sweep that a put waits for; before the other one
         self._db: sqlite3.Connection | None = None
         self._path = ""  # of the open index
-        self._identity: tuple[int, int] | None = None  # its device and inode
+        self._status: os.stat_result | None = None  # of its file
         self._timeout = 0.0
         self._swept = False  # whether the open index was, since the machine started
         self._token, self._serial = "", 0  # the name of this writer; drafts so far
@@ -144,33 +144,26 @@ class DiskIndex:
         Raises:
             OutOfRoom: they would exceed ``capacity``.
         """
-        need, short, is_retry = padded(size), 0, False
+        need, short, until = padded(size), 0, time.monotonic() + timeout
         while True:
-            try:
-                with self._held(timeout):
-                    if self._free < need or len(self._stale) >= _STALE:
-                        short = self._transact(
-                            lambda db: self._grow(db, need, capacity), swept=capacity is not None
-                        )
-                    if self._free >= need:
-                        self._free -= need
-                        self._writing += need
-                        self._serial += 1
-                        return f"{self._directory.tmp}/{self._token}.{self._serial:x}"
-            except _SweepDue:
-                self._sweep_if_due(timeout)
-                continue
-            if is_retry or not self._sweep_if_due(timeout):
+            with self._held(timeout):
+                if self._free < need or len(self._stale) >= _STALE:
+                    short = self._transact(lambda db: self._grow(db, need, capacity))
+                if self._free >= need:
+                    self._free -= need
+                    self._writing += need
+                    self._serial += 1
+                    return f"{self._directory.tmp}/{self._token}.{self._serial:x}"
+            if not self._sweep_if_due(timeout) or time.monotonic() > until:
                 raise OutOfRoom(short, self._directory.url)
-            is_retry = True
 
     def _grow(self, db: sqlite3.Connection, need: int, capacity: int | None) -> int:
         """Reserve ``need`` bytes, and some ahead; return by how many they exceed ``capacity``."""
         ahead = _AHEAD
         if capacity is not None:
             free = capacity - _used(db) - need
-            if free < 0:
-                return -free
+            if free < 0 or not self._swept:
+                return max(-free, 1)
             ahead *= free >= _PLENTY
         self._register()
         self._set_room(db, self._writing + need + ahead)
@@ -182,7 +175,7 @@ class DiskIndex:
 
         ``used``: the time of its use in nanoseconds, None if it may not have been written.
         """
-        with self._lock:
+        with self.lock:
             self._stale[block] = used
             self._writing -= padded(size)
 
@@ -207,7 +200,13 @@ class DiskIndex:
         """Set the times of the last use, in nanoseconds; later ones stay."""
         query = "UPDATE records SET used = max(used, ?) WHERE block = ?"
         rows = list(zip(used, blocks, strict=True))
-        self.change(lambda db: db.executemany(query, rows), timeout, swept=True)
+
+        def work(db: sqlite3.Connection) -> None:
+            if not self._swept:
+                self._settle(db, dict.fromkeys(blocks))
+            db.executemany(query, rows)
+
+        self.change(work, timeout)
 
     def trim_quarantine(self, block: bytes, capacity: int | None, timeout: float) -> None:
         """Settle ``block``, which is in quarantine now, and delete the oldest files there."""
@@ -234,26 +233,32 @@ class DiskIndex:
     # -- writers -----------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        """Show that this writer lives, under a new name."""
-        while self._alive is None:
+        """Show that this writer lives; under a new name if the directory was emptied."""
+        while self._alive is None or not _is_at(self._alive_path, os.fstat(self._alive)):
+            self._let_go()
             self._token = f"{os.getpid()}-{os.urandom(8).hex()}"
-            path = f"{self._directory.tmp}/{self._token}"
-            fd = self._directory.create(path)
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if lstat(path) is not None:
-                    self._alive = fd
-                    return
-            os.close(fd)  # another process took it for a killed writer's before it was locked
+            self._alive = self._directory.create(self._alive_path)
+            try:
+                fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another process took it for a killed writer's
+                self._let_go()
+
+    @property
+    def _alive_path(self) -> str:
+        return f"{self._directory.tmp}/{self._token}"
+
+    def _let_go(self) -> None:
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
 
     def _rest(self, db: sqlite3.Connection) -> None:
         """Let nothing of this writer be left in the directory, if it writes nothing."""
         if self._alive is not None and not self._writing:
             db.execute("DELETE FROM room WHERE name = ?", (self._token,))
             with suppress(FileNotFoundError):
-                os.unlink(f"{self._directory.tmp}/{self._token}")
-            os.close(self._alive)
-            self._alive = None
+                os.unlink(self._alive_path)
+            self._let_go()
 
     def _set_room(self, db: sqlite3.Connection, size: int) -> None:
         db.execute("INSERT OR REPLACE INTO room VALUES (?, ?)", (self._token, size))
@@ -311,113 +316,96 @@ class DiskIndex:
             return self._swept, self._dead(db)
 
         swept, dead = self.change(begin, timeout)
-        trusted = swept and not dead
-        identity = self._identity
-        there = set(self._directory.spaces())
-        for space in sorted(there | self._spaces_of_rows(timeout)):
-            names, others = self._directory.names(space) if space in there else (b"", [])
+        index = self._status
+        spaces = set(self._directory.spaces())
+        for space in sorted(spaces | self._spaces_of_rows(timeout)):
+            names, others = self._directory.names(space) if space in spaces else (b"", [])
             yield from others
-            differ: list[bytes] = []
-            for row, is_same in self._merged(bytes.fromhex(space), names, timeout):
-                if is_same and (trusted or size_of(self._directory.path(row.block)) == row.size):
-                    yield row
-                    continue
-                differ.append(row.block)
-                if len(differ) == _BATCH:
-                    yield from self._settled(differ, space in there, timeout)
-                    differ.clear()
-            if differ:
-                yield from self._settled(differ, space in there, timeout)
-            if space in there and not names and not others:
+            for files, rows in self._pages(bytes.fromhex(space), names, timeout):
+                differ = files ^ rows.keys()
+                if dead or not swept:
+                    same = files & rows.keys()
+                    differ |= {b for b in same if size_of(self._directory.path(b)) != rows[b][0]}
+                for block, (size, used) in rows.items():
+                    if block not in differ:
+                        yield Listed(block, size, used / 1e9)
+                yield from self._settled(list(differ), timeout)
+            if not names and not others:
                 self._directory.remove_space(space)
 
         def end(db: sqlite3.Connection) -> None:
-            if self._identity == identity:  # else the index was lost meanwhile
+            if self._status is index:  # else it was lost meanwhile
                 db.executemany("DELETE FROM room WHERE name = ?", [(name,) for name in dead])
                 if not swept:
                     db.execute(_RECOUNT, (ALIGNMENT - 1, ALIGNMENT, ALIGNMENT))
                     db.execute("INSERT OR REPLACE INTO facts VALUES ('swept', ?)", (_boot(),))
                     self._swept = True
 
-        if not trusted:
+        if dead or not swept:
             self.change(end, timeout)
 
     def _spaces_of_rows(self, timeout: float) -> set[str]:
         """Return the names of namespaces that have rows, by one search each."""
         spaces: set[str] = set()
-        query, after = "SELECT block FROM records WHERE block > ? ORDER BY block LIMIT 1", b""
-        while rows := self._blocks(query, (after,), timeout):
-            space = rows[0][0][:SPACE_BYTES]
+        after = b""
+        while rows := self._rows(_NEXT, (after,), timeout):
+            space = next(iter(rows))[:SPACE_BYTES]
             spaces.add(space.hex())
-            after = space + b"\xff" * (BLOCK_ID_BYTES - SPACE_BYTES)
+            after = space + _BEHIND
         return spaces
 
-    def _merged(self, space: bytes, names: bytes, timeout: float) -> Iterator[tuple[Listed, bool]]:
-        """Yield the union of sorted ``names`` and rows, and whether a block is in both."""
-        width = BLOCK_ID_BYTES - SPACE_BYTES
-        query = (
-            "SELECT block, size, used FROM records WHERE block > ? AND block < ? "
-            "ORDER BY block LIMIT ?"
-        )
-        at, after, more = 0, space, True
-        while more:
-            rows = self._blocks(query, (after, space + b"\xff" * (width + 1), _PAGE), timeout)
-            more = len(rows) == _PAGE
-            for block, size, used in rows:
-                after = block
-                key = block[SPACE_BYTES:]
-                while at < len(names) and (name := names[at : at + width]) < key:
-                    yield Listed(space + name, 0, 0.0), False
-                    at += width
-                is_same = names[at : at + width] == key
-                at += width * is_same
-                yield Listed(block, size, used / 1e9), is_same
-        for start in range(at, len(names), width):
-            yield Listed(space + names[start : start + width], 0, 0.0), False
+    def _pages(
+        self, space: bytes, names: bytes, timeout: float
+    ) -> Iterator[tuple[set[bytes], dict[bytes, tuple[int, int]]]]:
+        """Yield blocks of the sorted ``names``, and the rows up to the last of them, in pages."""
+        width, after = BLOCK_ID_BYTES - SPACE_BYTES, space
+        for start in range(0, len(names) + 1, width * _PAGE):
+            page = names[start : start + width * _PAGE]
+            is_last = start + width * _PAGE > len(names)
+            last = space + (_BEHIND if is_last else page[-width:])
+            rows = self._rows(_RANGE, (after, last), timeout)
+            yield {space + page[at : at + width] for at in range(0, len(page), width)}, rows
+            after = last
 
-    def _settled(self, blocks: list[bytes], is_there: bool, timeout: float) -> list[Listed | int]:
-        """Settle ``blocks`` of a namespace; return their records, and 0 for an odd file."""
-        changes = [(block, None) for block in blocks]
-        rows = self.change(lambda db: self._settle(db, changes, is_there), timeout)
-        return [
-            Listed(block, row[0], row[1] / 1e9) if row else 0
-            for block, row in zip(blocks, rows, strict=True)
-            if row or (is_there and lstat(self._directory.path(block)))
-        ]
+    def _settled(self, blocks: list[bytes], timeout: float) -> Iterator[Listed | int]:
+        """Settle ``blocks``; yield their records, and 0 for an odd file."""
+        for start in range(0, len(blocks), _BATCH):
+            some = dict.fromkeys(blocks[start : start + _BATCH])
+            rows = self.change(lambda db, some=some: self._settle(db, some), timeout)
+            for block in some:
+                if block in rows:
+                    size, used = rows[block]
+                    yield Listed(block, size, used / 1e9)
+                elif lstat(self._directory.path(block)) is not None:
+                    yield 0
 
     # -- within a transaction ----------------------------------------------------------------------
 
     def _settle(
-        self,
-        db: sqlite3.Connection,
-        blocks: Iterable[tuple[bytes, int | None]],
-        is_there: bool = True,
-    ) -> list[tuple[int, int] | None]:
-        """Make the rows of ``blocks`` what their files are; return them.
+        self, db: sqlite3.Connection, uses: dict[bytes, int | None]
+    ) -> dict[bytes, tuple[int, int]]:
+        """Make the rows of blocks what their files are; return those that are there.
 
-        With each block: the time of a new use, or None. Without ``is_there`` the namespace has no
-        directory, but perhaps a symlink that is not followed.
+        ``uses``: with each block the time of a new use, or None.
         """
-        rows: list[tuple[int, int] | None] = []
+        rows: dict[bytes, tuple[int, int]] = {}
         grown, is_missing = 0, False
-        for block, new_use in blocks:
-            there = lstat(self._directory.path(block)) if is_there else None
+        spaces = {block[:SPACE_BYTES] for block in uses}
+        spaces -= {space for space in spaces if not self._directory.has_space(space)}
+        for block, new_use in uses.items():
+            there = lstat(self._directory.path(block)) if block[:SPACE_BYTES] in spaces else None
             size = there.st_size if there is not None and stat.S_ISREG(there.st_mode) else 0
             query = "SELECT size, used FROM records WHERE block = ?"
             row = db.execute(query, (block,)).fetchone()
             grown += padded(size) - padded(row[0] if row else 0)
-            if size:
-                used = new_use
-                if used is None:
-                    used = row[1] if row else there.st_mtime_ns if there else 0
+            if there is not None and size:
+                used = new_use or (row[1] if row else there.st_mtime_ns)
+                rows[block] = size, used
                 if row != (size, used):
                     db.execute("INSERT OR REPLACE INTO records VALUES (?,?,?)", (block, size, used))
-                rows.append((size, used))
-            else:
-                if row:
-                    db.execute("DELETE FROM records WHERE block = ?", (block,))
-                    is_missing = True
-                rows.append(None)
+            elif row:
+                db.execute("DELETE FROM records WHERE block = ?", (block,))
+                is_missing = True
         if grown:
             db.execute("UPDATE room SET bytes = bytes + ? WHERE name = ''", (grown,))
         if is_missing:  # its file may be in quarantine, and whoever moved it killed
@@ -463,20 +451,24 @@ class DiskIndex:
         def work(db: sqlite3.Connection) -> LastBudget:
             last = _last_budget(dict(db.execute("SELECT name, value FROM facts")))
             budget = choose(last, _used(db))
-            db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", _rows_of(budget))
+            db.execute("INSERT OR REPLACE INTO facts VALUES ('budget', ?)", (json.dumps(budget),))
             return budget
 
-        return self.change(work, timeout, swept=sweep)
+        if sweep:
+            self._sweep_if_due(timeout)
+        return self.change(work, timeout)
 
-    def _blocks(
+    def _rows(
         self, query: str, values: Sequence[object], timeout: float
-    ) -> list[tuple[Any, ...]]:
-        """Return rows that begin with a block. A reader does not wait for writers."""
+    ) -> dict[bytes, tuple[int, int]]:
+        """Return size and time of use of blocks. A reader does not wait for writers."""
 
-        def read(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
-            rows = db.execute(query, values).fetchall()
-            if any(type(row[0]) is not bytes or len(row[0]) != BLOCK_ID_BYTES for row in rows):
-                raise sqlite3.DatabaseError("a block id has another length")
+        def read(db: sqlite3.Connection) -> dict[bytes, tuple[int, int]]:
+            rows = {}
+            for block, size, used in db.execute(query, values):
+                if not (type(block) is bytes and len(block) == BLOCK_ID_BYTES and size > 0):
+                    raise sqlite3.DatabaseError("a row is no record's")
+                rows[block] = size, used
             return rows
 
         with self._held(timeout):
@@ -489,38 +481,27 @@ class DiskIndex:
 
     # -- transactions ------------------------------------------------------------------------------
 
-    def change(
-        self, work: Callable[[sqlite3.Connection], T], timeout: float, *, swept: bool = False
-    ) -> T:
-        """Call ``work`` within a transaction; again if the index was lost or damaged meanwhile.
-
-        With ``swept``, files and rows are compared first if that is due.
-        """
-        while True:
-            try:
-                with self._held(timeout):
-                    return self._transact(work, swept=swept)
-            except _SweepDue:
-                self._sweep_if_due(timeout)
+    def change(self, work: Callable[[sqlite3.Connection], T], timeout: float) -> T:
+        """Call ``work`` within a transaction; again if the index was lost or damaged meanwhile."""
+        with self._held(timeout):
+            return self._transact(work)
 
     @contextmanager
     def _held(self, timeout: float) -> Iterator[None]:
-        if not self._lock.acquire(timeout=timeout):
+        if not self.lock.acquire(timeout=timeout):
             raise self._locked(timeout)
         try:
             self._timeout = timeout
             yield
         finally:
-            self._lock.release()
+            self.lock.release()
 
-    def _transact(self, work: Callable[[sqlite3.Connection], T], *, swept: bool) -> T:
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction(db: sqlite3.Connection) -> T:
-            if swept and not self._swept:
-                raise _SweepDue
             db.execute("BEGIN IMMEDIATE")
             try:
                 self._free = 0
-                batch = list(self._stale.items())
+                batch = dict(self._stale)
                 self._settle(db, batch)
                 if self._alive is not None:
                     self._set_room(db, self._writing)
@@ -532,7 +513,7 @@ class DiskIndex:
                     db.execute("ROLLBACK")
                 raise
             if self._is_current():
-                for block, used in batch:
+                for block, used in batch.items():
                     if self._stale.get(block) == used:
                         self._stale.pop(block, None)
                 return result
@@ -549,7 +530,10 @@ class DiskIndex:
             except sqlite3.ProgrammingError:
                 raise
             except (_Replaced, sqlite3.Error) as error:
-                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+                if code == sqlite3.SQLITE_IOERR_SHORT_READ:  # it is cut short
+                    code = sqlite3.SQLITE_CORRUPT
+                code &= 0xFF
                 if code in _BUSY:
                     if time.monotonic() > until:
                         raise self._locked(self._timeout) from None
@@ -571,19 +555,16 @@ class DiskIndex:
         return OSError(number, f"{os.strerror(number)}: {error}", self._path)
 
     def _locked(self, timeout: float) -> BackendFailed:
-        why = "one of the processes that write there is stopped or hangs"
-        if self._directory.is_remote:
-            why = "it is on a network filesystem, which one process can use at a time"
         return BackendFailed(
-            f"the index of {self._directory.url} was locked for more than {timeout:g} s: {why}"
+            f"the index of {self._directory.url} was locked for more than {timeout:g} s: "
+            "one of the processes that write there is stopped or hangs"
         )
 
     # -- the connection ----------------------------------------------------------------------------
 
     def _is_current(self) -> bool:
         """Whether the connection's file has the name of the index."""
-        there = lstat(self._path) if self._path else None
-        return there is not None and (there.st_dev, there.st_ino) == self._identity
+        return self._status is not None and _is_at(self._path, self._status)
 
     def _open(self) -> sqlite3.Connection:
         """Return the connection to the file that has the name now."""
@@ -596,11 +577,9 @@ class DiskIndex:
                     raise _Replaced
             if not os.access(self._directory.root, os.W_OK):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), self._directory.root)
-            path, there = index
-            self._path, self._identity = path, (there.st_dev, there.st_ino)
+            self._path, self._status = index
             self._free = 0
-            self._check_alive()
-            uri = f"file:{quote(path)}?mode=rw"
+            uri = f"file:{quote(self._path)}?mode=rw"
             self._db = sqlite3.connect(
                 uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True
             )
@@ -612,17 +591,7 @@ class DiskIndex:
                 raise
         return self._db
 
-    def _check_alive(self) -> None:
-        """Register anew if the directory was emptied or replaced."""
-        if self._alive is not None:
-            there = lstat(f"{self._directory.tmp}/{self._token}")
-            if there is None or not os.path.samestat(os.fstat(self._alive), there):
-                os.close(self._alive)
-                self._alive = None
-
     def _prepare(self, db: sqlite3.Connection) -> None:
-        if self._directory.is_remote:  # no memory can be shared between machines
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = OFF")
         db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -640,23 +609,23 @@ class DiskIndex:
                 with suppress(sqlite3.Error):
                     db.execute("ROLLBACK")
                 raise
-            self._directory.remove_old()
+            self._directory.remove_former()
         swept = db.execute("SELECT value FROM facts WHERE name = 'swept'").fetchone()
-        self._swept = swept == (_boot(),)
+        self._swept = swept == (self._made(),)
         if not self._swept and db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("it was not synced when the machine stopped")
 
     def _create(self, db: sqlite3.Connection) -> None:
-        """Create the tables; take over what a directory without an index has in other files."""
         for statement in _SCHEMA:
             db.execute(statement)
-        notes, budget = self._directory.read_old()
-        facts: list[tuple[Any, Any]] = list(notes.items())
-        if budget is not None:
-            facts += _rows_of(LastBudget(*budget))
+        facts = self._directory.former_facts()
         if not self._directory.spaces():
-            facts.append(("swept", _boot()))
-        db.executemany("INSERT INTO facts VALUES (?, ?)", facts)
+            facts["swept"] = self._made()
+        db.executemany("INSERT INTO facts VALUES (?, ?)", facts.items())
+
+    def _made(self) -> str:
+        """Return what names this file and this boot; rows of another are not trusted."""
+        return f"{_boot()} {self._status.st_ino if self._status else 0}"
 
     def _disconnect(self) -> None:
         db, self._db = self._db, None
@@ -670,14 +639,6 @@ class DiskIndex:
                 self.change(self._rest, timeout)
         with self._held(timeout):
             self._disconnect()
-
-    def hold_for_fork(self) -> bool:
-        """Wait until no thread is within SQLite: the child would inherit SQLite's own locks."""
-        return self._lock.acquire(timeout=1.0)
-
-    def release_after_fork(self) -> None:
-        """Let threads use the index again."""
-        self._lock.release()
 
     def begin_in_child(self) -> None:
         """Leave everything to the parent process: its connection must not be closed here."""
@@ -697,20 +658,20 @@ class _Replaced(Exception):
     """The index was lost while a transaction changed it."""
 
 
+def _is_at(path: str, status: os.stat_result) -> bool:
+    """Whether the file of ``status`` has the name ``path``."""
+    there = lstat(path)
+    return there is not None and os.path.samestat(there, status)
+
+
 def _used(db: sqlite3.Connection) -> int:
     """Return the bytes used."""
     (used,) = db.execute("SELECT SUM(bytes) FROM room").fetchone()
     return int(used)
 
 
-def _rows_of(budget: LastBudget) -> list[tuple[str, float]]:
-    return [("budget", budget.bytes), ("given", budget.given), ("opened", budget.opened)]
-
-
 def _last_budget(facts: dict[Any, Any]) -> LastBudget | None:
-    if "budget" not in facts:
-        return None
-    return LastBudget(facts["budget"], bool(facts["given"]), float(facts["opened"]))
+    return LastBudget(*json.loads(facts["budget"])) if "budget" in facts else None
 
 
 def _notes(facts: dict[Any, Any]) -> dict[bytes, bytes]:
@@ -720,7 +681,7 @@ def _notes(facts: dict[Any, Any]) -> dict[bytes, bytes]:
 def _bury(path: str) -> bool:
     """Remove the locked file of a killed writer; return False if it lives, or is foreign."""
     try:
-        fd = open_plain(path, os.O_RDWR)
+        fd = open_known(path, os.O_RDWR)[0]
     except FileNotFoundError:
         return True
     except OSError as error:
@@ -738,32 +699,31 @@ def _bury(path: str) -> bool:
 
 
 @cache
-def _boot() -> bytes:
-    """Return what names this boot of the machine; b"" if the system does not tell."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+def _boot() -> str:
+    """Return what names this boot of the machine; "" if the system does not tell."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return file.read().strip()
-    return b""
+    return ""
 
 
 _all: WeakSet[DiskIndex] = WeakSet()
 _fork = threading.Lock()  # one thread forks at a time
-_forking: list[DiskIndex] = []  # those whose lock the forking thread holds
+_held: list[threading.Lock] = []  # by the forking thread: a child would inherit SQLite's own locks
 _inherited: list[object] = []  # connections of a parent process, which a child must not close
 
 
 def _before_fork() -> None:
     _fork.acquire()
-    _forking[:] = [index for index in list(_all) if index.hold_for_fork()]
+    _held[:] = [index.lock for index in list(_all) if index.lock.acquire(timeout=1.0)]
 
 
 def _after_fork() -> None:
-    while _forking:
-        _forking.pop().release_after_fork()
+    for lock in _held:
+        lock.release()
     _fork.release()
 
 
 def _in_child() -> None:
-    _forking.clear()
     for index in list(_all):
         index.begin_in_child()
     _fork.release()
