@@ -250,18 +250,21 @@ class DiskIndex:
     def _let_go(self) -> None:
         if self._alive is not None:
             os.close(self._alive)
-            self._alive = None
+            self._alive, self._token = None, ""
 
     def _rest(self, db: sqlite3.Connection) -> None:
         """Let nothing of this writer be left in the directory, if it writes nothing."""
         if self._alive is not None and not self._writing:
-            db.execute("DELETE FROM room WHERE name = ?", (self._token,))
+            self._set_room(db, 0)
             with suppress(FileNotFoundError):
                 os.unlink(self._alive_path)
             self._let_go()
 
     def _set_room(self, db: sqlite3.Connection, size: int) -> None:
-        db.execute("INSERT OR REPLACE INTO room VALUES (?, ?)", (self._token, size))
+        if size:
+            db.execute("INSERT OR REPLACE INTO room VALUES (?, ?)", (self._token, size))
+        else:
+            db.execute("DELETE FROM room WHERE name = ?", (self._token,))
 
     def _dead(self, db: sqlite3.Connection) -> list[str]:
         """Remove the files of killed writers; return the names of writers that are to be swept.
@@ -277,8 +280,8 @@ class DiskIndex:
         dead = []
         for name, there in files.items():
             if not _bury(f"{self._directory.tmp}/{name}"):
-                if name not in rows:
-                    size = sum(padded(size) for _, size in there)
+                size = sum(padded(size) for _, size in there)
+                if size and name not in rows:
                     db.execute("INSERT INTO room VALUES (?, ?)", (name, size))
                 continue
             dead.append(name)
@@ -310,13 +313,11 @@ class DiskIndex:
         Memory: 64 bytes a record of the namespace being listed.
         """
 
-        def begin(db: sqlite3.Connection) -> tuple[bool, list[str]]:
+        def begin(db: sqlite3.Connection) -> tuple[bool, list[str], str]:
             self._rest(db)
-            self._count_quarantine(db)
-            return self._swept, self._dead(db)
+            return self._swept, self._dead(db), self._made()
 
-        swept, dead = self.change(begin, timeout)
-        index = self._status
+        swept, dead, made = self.change(begin, timeout)
         spaces = set(self._directory.spaces())
         for space in sorted(spaces | self._spaces_of_rows(timeout)):
             names, others = self._directory.names(space) if space in spaces else (b"", [])
@@ -334,15 +335,14 @@ class DiskIndex:
                 self._directory.remove_space(space)
 
         def end(db: sqlite3.Connection) -> None:
-            if self._status is index:  # else it was lost meanwhile
+            if self._made() == made:  # else the index was lost meanwhile
                 db.executemany("DELETE FROM room WHERE name = ?", [(name,) for name in dead])
-                if not swept:
-                    db.execute(_RECOUNT, (ALIGNMENT - 1, ALIGNMENT, ALIGNMENT))
-                    db.execute("INSERT OR REPLACE INTO facts VALUES ('swept', ?)", (_boot(),))
-                    self._swept = True
+                db.execute(_RECOUNT, (ALIGNMENT - 1, ALIGNMENT, ALIGNMENT))
+                self._count_quarantine(db)
+                db.execute("INSERT OR REPLACE INTO facts VALUES ('swept', ?)", (made,))
+                self._swept = True
 
-        if dead or not swept:
-            self.change(end, timeout)
+        self.change(end, timeout)
 
     def _spaces_of_rows(self, timeout: float) -> set[str]:
         """Return the names of namespaces that have rows, by one search each."""
@@ -499,25 +499,27 @@ class DiskIndex:
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction(db: sqlite3.Connection) -> T:
             db.execute("BEGIN IMMEDIATE")
+            batch: dict[bytes, int | None] = {}
             try:
                 self._free = 0
-                batch = dict(self._stale)
+                while self._stale:  # a note of what changes from here on stays
+                    block, used = self._stale.popitem()
+                    batch[block] = used
                 self._settle(db, batch)
                 if self._alive is not None:
                     self._set_room(db, self._writing)
                 result = work(db)
                 db.execute("COMMIT")
+                if not self._is_current():
+                    raise _Replaced
             except BaseException:
                 self._free = 0  # the row may have more, until the next transaction
+                for block, used in batch.items():
+                    self._stale[block] = self._stale.get(block) or used
                 with suppress(sqlite3.Error):
                     db.execute("ROLLBACK")
                 raise
-            if self._is_current():
-                for block, used in batch.items():
-                    if self._stale.get(block) == used:
-                        self._stale.pop(block, None)
-                return result
-            raise _Replaced
+            return result
 
         return self._tried(transaction)
 
