@@ -614,8 +614,8 @@ class DiskIndex:
             self._directory.remove_former()
         swept = db.execute("SELECT value FROM facts WHERE name = 'swept'").fetchone()
         self._swept = swept == (self._made(),)
-        if not self._swept and db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-            raise sqlite3.DatabaseError("it was not synced when the machine stopped")
+        if not self._swept and db.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("it was replaced, or not synced when the machine stopped")
 
     def _create(self, db: sqlite3.Connection) -> None:
         for statement in _SCHEMA:
