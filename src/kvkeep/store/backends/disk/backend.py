@@ -277,7 +277,7 @@ class DiskBackend(Backend):
                     odd += 1
                     odd_bytes += item
                 else:
-                    yield item._replace(used=min(item.used, now))
+                    yield item if item.used <= now else item._replace(used=now)
         if odd_bytes and not self.odd_bytes:
             _LOG.warning(
                 "%s holds %d bytes in files that are no records; kvkeep neither touches nor counts "

@@ -330,7 +330,7 @@ class DiskIndex:
                 for block, (size, used) in rows.items():
                     if block not in differ:
                         yield Listed(block, size, used / 1e9)
-                yield from self._settled(list(differ), timeout)
+                yield from self._settled(sorted(differ), timeout)
             if not names and not others:
                 self._directory.remove_space(space)
 
