@@ -94,6 +94,7 @@ class Real:
         self.tiers = self.store.tiers
         for tier in self.tiers:
             tier.reading.close()
+            tier.writing.close()
             tier.reading, tier.writing = AtOnce(), AtOnce()
 
     def request(self, keys: Sequence[bytes]) -> list[int]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import TYPE_CHECKING
+
 import pytest
 from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
 
-from kvkeep.store.tiers import Inclusive, Tier, TieredStore
+from kvkeep.core.eviction import LRU
+from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
+from kvkeep.store.tiers.index import Index
+from kvkeep.store.tiers.states import BlockStates, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -80,6 +90,85 @@ def test_a_later_block_does_not_take_the_room_of_an_earlier_one(
     assert get(store, range(12)) == 12
     lost = [store.losses.of(name(number)) for number in range(12)]
     assert [loss is not None for loss in lost] == [False] * 8 + [True] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_quota_of_one_block_is_for_the_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The second block has the quota, written or not, when the first one comes."""
+    place = bench.disk(8)
+    store = bench.store(32, bench.spec(place, writers=2))
+    tier = store.tiers[0]
+    tier.catalogue.set_quota(name(0)[:16], PAGE)
+    reserve, attempt, end = Tier._reserve_quota, Tier._attempt, BlockStates.end
+    second, refused = threading.Event(), threading.Event()
+
+    def reserved(self: Tier, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
+        assert block == name(1) or second.wait(10)
+
+        def noted(needed: int) -> bool:
+            refused.set()
+            return make_room(needed)
+
+        return reserve(self, block, size, noted)
+
+    def attempted(self: Tier, block: bytes, encoded: memoryview) -> tuple[str, int]:
+        if block == name(1) and fails:
+            second.set()
+            assert refused.wait(10)
+            return "write failed", 0
+        return attempt(self, block, encoded)
+
+    def ended(self: BlockStates, operation: Operation, **result: bool) -> None:
+        if operation.block == name(1):
+            second.set()
+            refused.wait(10)
+            time.sleep(0.05)
+        end(self, operation, **result)
+
+    monkeypatch.setattr(Tier, "_reserve_quota", reserved)
+    monkeypatch.setattr(Tier, "_attempt", attempted)
+    monkeypatch.setattr(BlockStates, "end", ended)
+    put(store, range(2), wait=20)
+    settle(store)
+    assert there(tier) == [0]
+    assert tier.knows(name(0))
+
+
+def test_a_block_that_is_written_is_no_victim(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was added to the catalogue, and its write is not over: no record is forgotten."""
+    store = bench.store(4, bench.disk(8), policy=Exclusive())
+    tier, end = store.tiers[0], BlockStates.end
+
+    def ended(self: BlockStates, operation: Operation, **result: bool) -> None:
+        if operation.block == name(0):
+            assert not self.victims(PAGE)
+        end(self, operation, **result)
+
+    monkeypatch.setattr(BlockStates, "end", ended)
+    for number in range(6):
+        put(store, [number], wait=20)
+    settle(store)
+    assert there(tier)[0] == 0
+    assert {name(number) for number in there(tier)} == {*tier.catalogue.blocks()}
+
+
+def test_a_hold_outlives_the_record_that_was_held() -> None:
+    index = Index(LRU)
+    index.add(name(0), PAGE)
+    held: list[bytes] = []
+    index.hold([name(0)], held)
+    index.forget(name(0))
+    index.hold_ahead(name(0))
+    index.add(name(0), PAGE)
+    index.free(held)
+    assert not index.victims(PAGE), "the second hold goes on"
+    index.free([name(0)])
+    assert index.victims(PAGE) == [name(0)]
+    index.check()
 
 
 def test_a_later_block_that_others_need_stays(bench: Bench) -> None:

@@ -104,3 +104,26 @@ def test_a_flush_does_not_wait_for_blocks_that_expired_in_memory(bench: Bench) -
     assert store.flush(LONG)
     assert store.tiers[0].counters.drops == 0
     assert there(store.tiers[0]) == []
+
+
+def test_what_is_left_counts_for_the_quota(bench: Bench) -> None:
+    place = bench.disk(64)
+    store = bench.store(64, bench.spec(place, writers=1))
+    tier = store.tiers[0]
+    tier.catalogue.set_quota(name(0)[:16], 3 * PAGE)
+    put(store, range(3), wait=20)
+    place.fail("delete", times=2)
+    for number in range(10, 16):
+        put(store, [number], wait=20)
+        assert len(there(tier)) <= 3
+    assert not tier.states.undeleted()
+    assert there(tier) == [13, 14, 15]
+    put(store, [30], space=1, wait=20)
+    place.fail("delete")
+    for number in range(16, 20):
+        put(store, [number], wait=20)
+    put(store, [31], space=1, wait=20)
+    assert len(there(tier)) == 5, "others have no quota"
+    loss = store.losses.of(name(19))
+    assert loss is not None
+    assert (loss.what, loss.detail) == ("dropped", "quota")

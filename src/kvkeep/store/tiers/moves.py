@@ -402,36 +402,35 @@ class TierWrites:
     # --- called by writers -----------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, block: bytes) -> Iterator[bool]:
-        """Write ``block`` in the ``with`` block, unless the yielded value is False.
-
-        It is False if there was no room for an earlier block.
-        """
+    def writing(self, block: bytes) -> Iterator[None]:
+        """Write ``block`` in the ``with`` block, to its end in `BlockStates`."""
         with self._changed:
-            allowed = self._stop is None or self._position(block) <= self._stop
-            if allowed:
-                self._running.add(block)
+            self._running.add(block)
         try:
-            yield allowed
+            yield
         finally:
             with self._changed:
                 self._running.discard(block)
                 self._changed.notify_all()
 
+    def stopped(self, block: bytes) -> bool:
+        """Whether ``block`` is not to be written: there was no room for an earlier one."""
+        with self._changed:
+            return self._stop is not None and self._position(block) > self._stop
+
     def make_room(self, block: bytes, needed: int) -> bool:
         """Evict blocks behind ``block``, last ones first, for ``needed`` bytes; False if too few.
 
-        Waits for running writes of them, for the tier's timeout at most. Blocks that are pinned, or
+        Waits for running writes of them, for the tier's timeout at most. If one of those ended, the
+        answer is True, too: a write that failed gives its room back. Blocks that are pinned, or
         that others hold, stay. Those behind the first of them, or behind ``block`` if there are too
         few, are not written any more.
         """
-        until = time.monotonic() + self._tier.timeout
         with self._changed:
             at = self._position(block)
-            while any(self._position(other) > at for other in self._running):
-                left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    break
+            running = {other for other in self._running if self._position(other) > at}
+            self._changed.wait_for(lambda: not running & self._running, self._tier.timeout)
+            ended = len(running - self._running) > 0
             behind = [other for other in self._held if self._position(other) > at]
             behind.sort(key=self._position, reverse=True)
         gone = self._tier.give_up(behind, needed)
@@ -440,7 +439,7 @@ class TierWrites:
                 self._held.pop(other, None)
             stop = self._position(gone[-1]) - 1 if gone else at
             self._stop = stop if self._stop is None else min(stop, self._stop)
-        return bool(gone)
+        return ended or len(gone) > 0
 
     def _position(self, block: bytes) -> int:
         if not self._positions:

@@ -77,12 +77,11 @@ class Operation:
             begin the writes that wait for its end.
         over: the state that a write replaces, if it is not rest.
         cleared: number of the clearance of its namespace that a write began behind; 0: of none.
-        held: the block, if an older record of it is held in the index until a write replaces it.
         before: the write or deletion that ran when a deletion began.
         ended: whether it is over, or was called off.
     """
 
-    __slots__ = ("before", "block", "cleared", "ended", "held", "over", "state", "waiting")
+    __slots__ = ("before", "block", "cleared", "ended", "over", "state", "waiting")
 
     def __init__(self, block: bytes, state: State) -> None:
         self.block = block
@@ -90,7 +89,6 @@ class Operation:
         self.waiting: list[Callable[[bool], object]] = []
         self.over: State | None = None
         self.cleared = 0
-        self.held: list[bytes] = []
         self.before: Operation | None = None
         self.ended = False
 
@@ -158,13 +156,15 @@ class BlockStates:
         with self._changed:
             return [block for block in self._busy if block.startswith(space)]
 
-    def undeleted(self) -> list[bytes]:
-        """Return the blocks of which a deletion failed, oldest first."""
+    def undeleted(self, space: bytes = b"") -> list[bytes]:
+        """Return the blocks of a namespace, or all, of which a deletion failed, oldest first."""
+        if not self._resting:
+            return []
         with self._changed:
             return [
                 operation.block
                 for operation in self._resting.values()
-                if operation.state is State.UNDELETED
+                if operation.state is State.UNDELETED and operation.block.startswith(space)
             ]
 
     # --- writes ----------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class BlockStates:
                     operation.over = before.state
                 elif cleared is not None and block not in cleared.anew:
                     operation.over = State.UNDELETED
-                self._catalogue.hold([block], operation.held)
+                self._catalogue.hold_ahead(block)  # no victim while it is written
                 operation.waiting.append(then)
                 self._busy[block] = operation
                 return operation
@@ -230,9 +230,7 @@ class BlockStates:
         with self._changed:
             operation.ended = True
             waiting, operation.waiting = operation.waiting, []
-            if operation.held:
-                self._catalogue.free(operation.held)
-                operation.held = []
+            self._catalogue.free([block])
             if self._busy.get(block) is operation:
                 del self._busy[block]
                 if saved:
@@ -320,12 +318,13 @@ class BlockStates:
                 if deletion or not taken:  # what is deleted already may have been listed again
                     return deletion
 
-    def left(self, limit: int) -> Deletion:
-        """Begin anew the deletion of ``limit`` UNDELETED blocks at most, oldest first."""
+    def left(self, limit: int, space: bytes = b"") -> Deletion:
+        """Begin anew the deletion of `undeleted` blocks, of ``limit`` at most."""
         with self._changed:
             resting = self._resting.values()
             old = (rest.block for rest in resting if rest.state is State.UNDELETED)
-            return self._delete(list(islice(old, limit)))
+            mine = (block for block in old if block.startswith(space))
+            return self._delete(list(islice(mine, limit)))
 
     def end_deletion(self, operations: Iterable[Operation], failed: Container[bytes]) -> None:
         """End deletions; those of ``failed`` may have left their records. See `Deletion`."""

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -406,13 +406,14 @@ class Tier:
         """Run a write that was queued in `states`, and end it; see `save`."""
         why = ""
         saved = False
-        try:
-            if self.states.start(operation):
-                why = "fault"
-                why = self.save(operation.block, record, prompt)
-                saved = not why
-        finally:
-            self.states.end(operation, saved=saved, maybe=why in _MAYBE)
+        with nullcontext() if prompt is None else prompt.writing(operation.block):
+            try:
+                if self.states.start(operation):
+                    why = "fault"
+                    why = self.save(operation.block, record, prompt)
+                    saved = not why
+            finally:
+                self.states.end(operation, saved=saved, maybe=why in _MAYBE)
         return saved
 
     def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
@@ -428,10 +429,10 @@ class Tier:
         try:
             if prompt is None:
                 why = self._store(block, record, _no_room)
+            elif prompt.stopped(block):
+                why = "no room"
             else:
-                room = partial(prompt.make_room, block)
-                with prompt.writing(block) as allowed:
-                    why = self._store(block, record, room) if allowed else "no room"
+                why = self._store(block, record, partial(prompt.make_room, block))
         finally:
             if why:
                 self.dropped(block, why)
@@ -539,11 +540,16 @@ class Tier:
         """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
 
         Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
-        whether they fit.
+        whether they fit. Nothing fits while blocks of the namespace are left whose deletion failed:
+        they are not counted any more.
         """
         space, catalogue = block[:SPACE_BYTES], self.catalogue
         if catalogue.over_quota(space, size) < 0:
             return False
+        if catalogue.has_quota(space) and self.states.undeleted(space):
+            self._delete_left(sys.maxsize, space)
+            if self.states.undeleted(space):
+                return False
         while True:
             over = size
             for _ in range(_TRIES):
@@ -556,7 +562,8 @@ class Tier:
                 victims = None if over < 0 else self.states.victims(over, space)
                 if not victims:  # also if all that is being written together exceeds the quota
                     break
-                self._evict(victims)
+                if not self._evict(victims)[1]:
+                    return False
             if not make_room(over if over > 0 else size):
                 return False
 
@@ -602,11 +609,14 @@ class Tier:
             self.relist()
         return old
 
-    def _delete_left(self, needed: int) -> int:
-        """Delete blocks whose deletion failed before, until ``needed`` bytes are free."""
+    def _delete_left(self, needed: int, space: bytes = b"") -> int:
+        """Delete blocks whose deletion failed before, until ``needed`` bytes are free.
+
+        Of one namespace, or all.
+        """
         freed = 0
         while freed < needed and not self.calls.any_blocks("delete"):
-            left = self.states.left(_DELETED_AT_ONCE)
+            left = self.states.left(_DELETED_AT_ONCE, space)
             if not left:
                 break
             got, complete = self._delete(left)
