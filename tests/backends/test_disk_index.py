@@ -51,7 +51,12 @@ def changed(*statements: str) -> Callable[[Path], None]:
     return change
 
 
+def without_log(path: Path) -> None:
+    path.with_name(f"{path.name}-wal").unlink(missing_ok=True)
+
+
 DAMAGES = [
+    without_log,
     truncated,
     cut_off,
     random_bytes,
@@ -83,6 +88,28 @@ def test_a_damaged_index_is_made_anew(
         assert get(again, block_id(0)) == content(block_id(0), 1, 100)
         assert again.used() == (RECORDS + 1) * UNIT
     assert len(index_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_index_replaced_by_an_older_copy_is_compared(tmp_path: Path, is_open: bool) -> None:
+    with DiskBackend(tmp_path, 64 << 20) as backend:
+        for number in range(RECORDS):
+            put(backend, block_id(number), content(block_id(number), 1, 100))
+        backend.used()
+        (path,) = index_of(tmp_path)
+        backend.close()
+        older = path.read_bytes()
+        for number in range(100, 200):
+            put(backend, block_id(number), content(block_id(number), 2, 5000))
+        backend.delete([block_id(number) for number in range(100)])
+        if not is_open:
+            backend.close()
+        path.with_name("copy").write_bytes(older)
+        path.with_name("copy").rename(path)
+        assert backend.used() == (2 * 100 + RECORDS - 200) * UNIT
+        assert sizes_listed(backend) == {
+            block_id(number): 5000 if number < 200 else 100 for number in range(100, RECORDS)
+        }
 
 
 def _used(path: Path, barrier, answers) -> None:

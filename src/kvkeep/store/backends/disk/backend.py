@@ -100,8 +100,7 @@ class DiskBackend(Backend):
         inspecting: if set, `get` raises for an unreadable file and leaves it where it is.
 
     Thread safety: every method, from any thread and process; also after a fork. The directory must
-    be on a filesystem of one machine; on a network filesystem one process can use it, and the calls
-    of others fail.
+    be on a filesystem of one machine.
 
     Cost: a put or delete waits for the index, for some ten microseconds; with 16 MiB of the budget
     free, a put reserves 256 KiB ahead, which count as used, so most puts do not. The first use of a

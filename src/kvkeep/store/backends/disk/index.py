@@ -14,7 +14,7 @@ A writer holds the lock of a file in ``tmp/`` while its row has bytes. A row wit
 killed process: a sweep compares all names with all rows, and then deletes it.
 
 SQLite never syncs here: after a loss of power, another boot, the index is checked and each file
-compared with its row. An index that is damaged or lost is made anew from the files.
+compared with its row; so is an index that is a copy. One that is damaged or lost is made anew.
 """
 
 from __future__ import annotations
