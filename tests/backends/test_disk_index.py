@@ -51,12 +51,7 @@ def changed(*statements: str) -> Callable[[Path], None]:
     return change
 
 
-def without_log(path: Path) -> None:
-    path.with_name(f"{path.name}-wal").unlink(missing_ok=True)
-
-
 DAMAGES = [
-    without_log,
     truncated,
     cut_off,
     random_bytes,
@@ -88,6 +83,20 @@ def test_a_damaged_index_is_made_anew(
         assert get(again, block_id(0)) == content(block_id(0), 1, 100)
         assert again.used() == (RECORDS + 1) * UNIT
     assert len(index_of(tmp_path)) == 1
+
+
+def test_an_index_that_loses_its_log_is_made_anew(tmp_path: Path) -> None:
+    """Its file is cut short then: pages were only in the log."""
+    with DiskBackend(tmp_path, 4 << 20) as backend:
+        for number in range(RECORDS):
+            put(backend, block_id(number), b"record")
+        (path,) = index_of(tmp_path)
+        path.with_name(f"{path.name}-wal").unlink()
+        with DiskBackend(tmp_path, 4 << 20) as other:
+            put(other, block_id(RECORDS), b"record")
+            assert len(sizes_listed(other)) == RECORDS + 1
+        assert len(sizes_listed(backend)) == RECORDS + 1
+        assert backend.used() == (RECORDS + 1) * UNIT
 
 
 @pytest.mark.parametrize("is_open", [False, True])
