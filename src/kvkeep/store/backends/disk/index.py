@@ -29,7 +29,7 @@ import stat
 import threading
 import time
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
@@ -371,7 +371,7 @@ class DiskIndex:
         """Settle ``blocks``; yield their records, and 0 for an odd file."""
         for start in range(0, len(blocks), _BATCH):
             some = dict.fromkeys(blocks[start : start + _BATCH])
-            rows = self.change(lambda db, some=some: self._settle(db, some), timeout)
+            rows = self.change(partial(self._settle, uses=some), timeout)
             for block in some:
                 if block in rows:
                     size, used = rows[block]
