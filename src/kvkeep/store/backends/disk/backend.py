@@ -103,8 +103,9 @@ class DiskBackend(Backend):
     be on a filesystem of one machine.
 
     Cost: a put or delete waits for the index, for some ten microseconds; with 16 MiB of the budget
-    free, a put reserves 256 KiB ahead, which count as used, so most puts do not. The first use of a
-    directory without an index, and the first listing after a kill, look at each file.
+    free, most puts do not: each process reserves room ahead, 256 KiB or four records, but at most a
+    64th of what is free. It counts as used. The first use of a directory without an index, and the
+    first listing after a kill, look at each file.
     """
 
     scheme = "file"

@@ -84,8 +84,9 @@ _CACHE_KIB: Final = 16 << 10
 _TRIES: Final = 5  # of a transaction whose index is replaced meanwhile
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
 _LAST_PAUSE: Final = 0.005
-_AHEAD: Final = 256 << 10  # bytes that a writer reserves beyond its record
-_PLENTY: Final = 64 * _AHEAD  # bytes of the budget that are free then
+_AHEAD: Final = 256 << 10  # bytes that a writer reserves beyond its record, at least
+_RECORDS_AHEAD: Final = 4  # or so many of the same size
+_PART_AHEAD: Final = 64  # but no more than this part of what is free
 _STALE: Final = 32  # blocks from which a put settles them
 _SUSPECTS: Final = 1024  # stale blocks, from which a miss is not noted
 _BATCH: Final = 256  # blocks that a sweep settles at once
@@ -159,12 +160,13 @@ class DiskIndex:
 
     def _grow(self, db: sqlite3.Connection, need: int, capacity: int | None) -> int:
         """Reserve ``need`` bytes, and some ahead; return by how many they exceed ``capacity``."""
-        ahead = _AHEAD
+        ahead = max(_AHEAD, _RECORDS_AHEAD * need)
         if capacity is not None:
             free = capacity - _used(db) - need
             if free < 0 or not self._swept:
                 return max(-free, 1)
-            ahead *= free >= _PLENTY
+            ahead = min(ahead, free // _PART_AHEAD)
+            ahead *= ahead >= _AHEAD
         self._register()
         self._set_room(db, self._writing + need + ahead)
         self._free = need + ahead
