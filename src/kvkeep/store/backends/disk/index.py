@@ -81,7 +81,7 @@ _ERRNOS: Final = {
 }
 _CHECKPOINT: Final = 64  # pages of the log: so small that a full disk has room for it
 _CACHE_KIB: Final = 16 << 10
-_TRIES: Final = 5  # of a transaction whose index is replaced meanwhile
+_TRIES: Final = 5  # of a transaction whose index is damaged
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
 _LAST_PAUSE: Final = 0.005
 _AHEAD: Final = 256 << 10  # bytes that a writer reserves beyond its record, at least
@@ -544,10 +544,11 @@ class DiskIndex:
                     time.sleep(pause)
                     pause = min(pause * 1.5, _LAST_PAUSE)
                     continue
-                tries -= 1
                 is_lost = not self._is_current()
                 self._disconnect()
-                if not tries or not (is_lost or code in _DAMAGED):
+                tries -= not is_lost
+                may_retry = tries and time.monotonic() < until
+                if not may_retry or not (is_lost or code in _DAMAGED):
                     raise self._failed(error, code) from error
                 if not is_lost and self._directory.remove_index(self._path):
                     _LOG.warning("%s is damaged and is made anew: %s", self._path, error)
@@ -556,7 +557,8 @@ class DiskIndex:
         number = _ERRNOS.get(code, errno.EIO)
         if code == sqlite3.SQLITE_IOERR and not os.statvfs(self._directory.root).f_bavail:
             number = errno.ENOSPC
-        return OSError(number, f"{os.strerror(number)}: {error}", self._path)
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        return OSError(number, f"{os.strerror(number)}: {error} ({name})", self._path)
 
     def _locked(self, timeout: float) -> BackendFailed:
         return BackendFailed(
