@@ -145,7 +145,7 @@ def test_a_full_filesystem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     try:
         with stored(place) as store:
             put(store)
-        with (place / "tmp" / "other").open("wb", buffering=0) as other, suppress(OSError):
+        with (place / "other").open("wb", buffering=0) as other, suppress(OSError):
             while other.write(bytes(1024)):
                 pass
         lines = said(capsys, "doctor", f"file://{place}?size=1MiB", "--seconds", "0", code=1)

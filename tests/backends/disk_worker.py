@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import sqlite3
 import sys
 import threading
 import time
+from contextlib import closing
+from pathlib import Path
 
 from kvkeep.core.errors import OutOfRoom
 from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.disk import DiskBackend
-from kvkeep.store.backends.disk import backend as disk_backend
 
 KEYS = 12
 SIZES = (90, 5000, 70_000)  # of one unit, of more, and large enough for direct I/O
@@ -34,6 +37,11 @@ def record(block: bytes, version: int) -> bytes:
 
 def version_of(data: bytes | memoryview) -> int:
     return int.from_bytes(data[48:56], "little")
+
+
+def index_of(root: str | Path) -> list[Path]:
+    """The index, without its log."""
+    return [path for path in Path(root, "index").iterdir() if len(path.name) == 16]
 
 
 def say(line: str) -> None:
@@ -99,16 +107,37 @@ def fork_in_use(path: str, capacity: int, who: int, seed: int, steps: int) -> No
     del seed
 
 
-def recount(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
-    """Open the directory as if it were large, and count it while other processes write."""
-    disk_backend.SMALL = 0
+def sweep(path: str, capacity: int, who: int, seed: int, steps: int) -> None:
+    """List the directory with an index made anew, while other processes write."""
     for _ in range(steps):
+        for index in index_of(path):
+            index.unlink(missing_ok=True)
         for _record in DiskBackend(path, capacity).list():
             time.sleep(0.0002)
     del who, seed
 
 
-JOBS = {"work": work, "fork": fork_in_use, "recount": recount}
+def stop(path: str, capacity: int, who: int, within: int, steps: int) -> None:
+    """Stop within a change, or while a record of two units is written."""
+    if within:
+        (file,) = index_of(path)
+        with closing(sqlite3.connect(file, isolation_level=None)) as index:
+            index.execute("BEGIN IMMEDIATE")
+            index.execute("DELETE FROM records")
+            say(f"stopped {who}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stopping(*_: object) -> int:
+        say(f"stopped {who}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("it is killed")
+
+    os.pwrite = stopping
+    DiskBackend(path, capacity).put(block_of(who, 0), memoryview(bytes(5000)))
+    del steps
+
+
+JOBS = {"work": work, "fork": fork_in_use, "sweep": sweep, "stop": stop}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -148,11 +149,13 @@ def test_recency_is_kept_in_order(backend: DiskBackend, tmp_path: Path) -> None:
         assert used[B] < used[C] < used[A] <= time.time()
 
 
-def test_uses_may_be_recorded_late(backend: DiskBackend) -> None:
+def test_uses_may_be_recorded_late(backend: DiskBackend, tmp_path: Path) -> None:
     """Times and order are kept, and later uses stay."""
     for block in (A, B, C):
         put(backend, block, b"record")
+        backend.used()
         os.utime(file_of(backend, block), (1e9, 1e9))
+    shutil.rmtree(tmp_path / "store" / "index")  # made anew of the files
     backend.touch([C, block_id(9), B, A], [1e9 + 5, 1e9 + 5, 1e9 + 5, 1e9 + 6])
     used = {one.block: one.used for one in backend.list()}
     assert 1e9 + 5 <= used[C] < used[B] < 1e9 + 5.1
@@ -323,7 +326,6 @@ def test_files_of_killed_writers_are_removed(backend: DiskBackend, tmp_path: Pat
     assert backend.used() == 0
     for _ in range(2):
         left.write_bytes(bytes(1 << 19))
-        (tmp_path / "store" / "ledger").write_bytes(b"")  # as if it had been counted
         with pytest.raises(OutOfRoom):
             put(backend, A, bytes((1 << 20) + 1))
         put(backend, A, content(A, 1, 900_000))
@@ -335,14 +337,22 @@ def test_files_of_killed_writers_are_removed(backend: DiskBackend, tmp_path: Pat
     assert not left.exists()
 
 
-def test_a_full_store_notices_files_deleted_by_hand(
-    backend: DiskBackend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("notice", ["get", "delete", "list", "reopen"])
+def test_files_deleted_by_hand_take_no_room(
+    backend: DiskBackend, tmp_path: Path, notice: str
 ) -> None:
+    """Their bytes count until a call misses one of them."""
     put(backend, A, content(A, 1, 900_000))
+    assert backend.used() == 220 * UNIT
     file_of(backend, A).unlink()
     with pytest.raises(OutOfRoom):
         put(backend, B, content(B, 1, 900_000))
-    monkeypatch.setattr(disk.backend, "RECOUNT_AFTER", 0.0)
+    if notice == "get":
+        assert get(backend, A) is None
+    elif notice == "delete":
+        assert backend.delete([A]) == 0
+    else:
+        assert sizes_listed(backend if notice == "list" else DiskBackend(tmp_path / "store")) == {}
     put(backend, B, content(B, 1, 900_000))
     assert backend.used() == 220 * UNIT
 
@@ -406,8 +416,6 @@ def test_a_full_disk_is_out_of_room_and_recovers(small: Path) -> None:
     assert backend.used() == DiskBackend(small / "store").used() == len(kept) * 25 * UNIT
     assert os.listdir(small / "store" / "tmp") == []
     # Full to the last byte: records can still be deleted.
-    (small / "store" / "ledger").unlink()
-    backend = DiskBackend(small / "store")
     free = os.statvfs(small).f_bavail
     (small / "filler").write_bytes(bytes(free * UNIT))
     with pytest.raises(OSError, match="No space"):
@@ -588,8 +596,12 @@ def test_a_failed_flush_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert get(backend, A) == b"record"
 
 
-def test_no_descriptor_stays_open(backend: DiskBackend) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+def test_only_the_index_stays_open(backend: DiskBackend) -> None:
+    def opened() -> set[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+        return {path for path in paths if path.startswith(backend.describe()[7:])}
+
     for number in range(5):
         put(backend, block_id(number), content(A, number, 70_000))
         get(backend, block_id(number))
@@ -600,4 +612,6 @@ def test_no_descriptor_stays_open(backend: DiskBackend) -> None:
     backend.flush()
     listing = backend.list()
     next(listing)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert {path.rpartition("/")[0] for path in opened()} == {f"{backend.describe()[7:]}/index"}
+    backend.close()
+    assert opened() == set()

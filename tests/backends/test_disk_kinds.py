@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -59,42 +60,44 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["FORMAT", "ledger"])
+@pytest.mark.parametrize("name", ["FORMAT", "index/*"])
 def test_a_file_of_the_store_must_be_regular(root: Path, kind: str, name: str) -> None:
     make, said = KINDS[kind]
-    (root / name).unlink()
-    make(root / name)
+    (path,) = root.glob(name)
+    path.unlink()
+    make(path)
+    said = rf"(?s)({said}|Is a directory|symbolic links).*{path.name}"
     started = time.monotonic()
-    with pytest.raises(InvalidValue, match=rf"(?s)({said}|Is a directory|symbolic links).*{name}"):
+    with pytest.raises(InvalidValue, match=said):
         DiskBackend(root)
     assert time.monotonic() - started < 10
-    assert (root / name).lstat()
+    assert path.lstat()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "file"])
-@pytest.mark.parametrize("name", ["tmp", "quarantine"])
+@pytest.mark.parametrize("name", ["tmp", "quarantine", "index"])
 def test_a_directory_of_the_store_must_be_one(root: Path, kind: str, name: str) -> None:
     if kind == "folder":
         return
     make, said = KINDS.get(kind, (Path.touch, "regular file"))
-    (root / name).rmdir()
+    shutil.rmtree(root / name)
     make(root / name)
     with pytest.raises(InvalidValue, match=rf"it is a ({said.partition('|')[0]}).*{name}"):
         DiskBackend(root)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "socket", "device"])
-def test_a_ledger_replaced_by_a_special_file_is_a_failure(root: Path, kind: str) -> None:
-    backend = DiskBackend(root)
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling", "socket", "device"])
+def test_an_index_replaced_by_a_special_file_is_a_failure(root: Path, kind: str) -> None:
+    backend = DiskBackend(root, 1 << 20)  # so little that no room is reserved ahead
     put(backend, B, b"record")
-    (root / "ledger").rename(root / "saved")
-    KINDS[kind][0](root / "ledger")
-    for change in (lambda: put(backend, B, b"new"), lambda: backend.delete([A]), backend.used):
-        with pytest.raises(BackendFailed, match="ledger"):
+    (root / "index").rename(root / "saved")
+    KINDS[kind][0](root / "index")
+    for change in (lambda: put(backend, B, b"new"), lambda: backend.delete([B]), backend.used):
+        with pytest.raises(BackendFailed, match="must be a directory"):
             change()
     assert get(backend, A) == b"record"
-    (root / "ledger").rmdir() if kind == "folder" else (root / "ledger").unlink()
-    (root / "saved").rename(root / "ledger")
+    (root / "index").unlink()
+    (root / "saved").rename(root / "index")
     put(backend, B, b"new")
 
 
@@ -131,7 +134,7 @@ def test_the_directory_of_a_namespace_must_be_one(root: Path, tmp_path: Path, ki
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
-@pytest.mark.parametrize("name", ["FORMAT", "ledger", "tmp", "quarantine"])
+@pytest.mark.parametrize("name", ["FORMAT", "index", "tmp", "quarantine"])
 def test_files_of_another_user_are_refused_by_name(root: Path, name: str) -> None:
     os.chown(root / name, 12345, 12345)
     with pytest.raises(InvalidValue, match=f"(?s)belongs to user 12345.*{name}"):

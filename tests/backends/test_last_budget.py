@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import os
+import shutil
+import sqlite3
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -121,18 +123,31 @@ def test_a_backend_of_ones_own_without_capacity_has_none(tmp_path, disk, caplog)
      b"kvkeep budget 999999999 maybe 1", b"kvkeep budget 99999999 given 1 more", b"kvkeep"],
 )  # fmt: skip
 def test_what_is_no_budget_is_none(tmp_path, disk, text):
-    settled(tmp_path / "d", "10MiB")
-    (tmp_path / "d" / "budget").write_bytes(text)
+    before_the_index(tmp_path / "d", text)
     assert last(tmp_path / "d") is None
     assert settled(tmp_path / "d") == int(GIB // 4 * 0.8)
     assert last(tmp_path / "d").given is False
 
 
+def before_the_index(path, text) -> None:
+    """A directory as kvkeep left it that had a file for the budget."""
+    DiskBackend(path).close()
+    shutil.rmtree(path / "index")
+    (path / "budget").write_bytes(text)
+
+
+def test_the_budget_of_a_directory_without_an_index_is_taken_over(tmp_path, disk):
+    before_the_index(tmp_path / "d", b"kvkeep budget 10485760 given 1700000000".ljust(63) + b"\n")
+    assert last(tmp_path / "d") == (10 << 20, True, 1.7e9)
+    assert settled(tmp_path / "d") == 10 << 20
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_anything_else_under_its_name_is_left_alone(tmp_path, disk, kind):
-    settled(tmp_path / "d", "10MiB")
+def test_anything_else_under_its_name_is_no_budget(tmp_path, disk, kind):
+    before_the_index(tmp_path / "d", b"")
     there = tmp_path / "d" / "budget"
     there.unlink()
+    (tmp_path / "elsewhere").write_bytes(b"kvkeep budget 10485760 given 1700000000")
     if kind == "link":
         there.symlink_to(tmp_path / "elsewhere")
     elif kind == "pipe":
@@ -141,13 +156,14 @@ def test_anything_else_under_its_name_is_left_alone(tmp_path, disk, kind):
         there.mkdir()
     assert last(tmp_path / "d") is None
     assert settled(tmp_path / "d") == int(GIB // 4 * 0.8)
-    assert not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "elsewhere").exists()
 
 
-def test_a_stopped_process_that_has_it_locked_is_not_waited_for_long(tmp_path, disk):
+def test_a_stopped_process_within_a_change_is_not_waited_for_long(tmp_path, disk):
     settled(tmp_path / "d", "10MiB")
-    with open(tmp_path / "d" / "budget", "rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    (index,) = (path for path in (tmp_path / "d" / "index").iterdir() if len(path.name) == 16)
+    with closing(sqlite3.connect(index, isolation_level=None)) as held:
+        held.execute("BEGIN IMMEDIATE")
         with open_backend(TierURL(url_of(tmp_path / "d"))) as backend:
             backend.timeout = 0.05
             backend.settle_capacity()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,12 +354,14 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
             assert wrong["todo"] == "mount it writable"
 
 
-def test_a_ledger_that_another_process_holds(
+def test_an_index_that_another_process_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    DiskBackend(tmp_path / "kv").close()
-    with (tmp_path / "kv/ledger").open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with DiskBackend(tmp_path / "kv") as backend:
+        backend.used()
+    (index,) = (tmp_path / "kv/index").iterdir()
+    with closing(sqlite3.connect(index, isolation_level=None)) as held:
+        held.execute("BEGIN IMMEDIATE")
         wrong = only(
             doctor(capsys, f"file://{tmp_path}/kv?size=1MiB&timeout=200ms", code=1), "access"
         )

@@ -63,6 +63,7 @@ def place(tmp_path: Path) -> Path:
             os.utime(path_of(place, block(A, number)), (used, used))
         for number in range(2):
             backend.put(block(B, number), record(block(B, number)))
+    shutil.rmtree(place / "index")  # made anew of the files
     return place
 
 

@@ -310,7 +310,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SAME = (
-    "keys.json", "store/FORMAT", "store/*/*", "store.json", "snapshots/FORMAT", "snapshots.json",
+    "keys.json", "store/FORMAT", f"store/{'?' * 32}/*", "snapshots/FORMAT",
+    "snapshots.json",
     "codecs/raw.record", "trace.jsonl", "prefill.json", "weights.json",
     "events.bin",
 )  # fmt: skip
@@ -328,17 +329,12 @@ def test_a_changed_format_has_a_new_number(written: Path) -> None:
                 f"{name} is not what {NEWEST.name} wrote: docs/reference/formats.md says what a "
                 "changed format needs"
             )
+    # A directory is listed in any order.
+    assert expected(written, "store.json") == expected(NEWEST, "store.json")
     for name in ("cost.json", "reads.json"):  # what was fitted differs in its last digits
         assert _fields(expected(written, name)) == _fields(expected(NEWEST, name))
-    assert _beginnings(written) == _beginnings(NEWEST)
     if sys.platform == "linux" and sys.byteorder == "little":
         assert _arena(written) == _arena(NEWEST)
-
-
-def _beginnings(folder: Path) -> list[Any]:
-    """Of files with times and random numbers, the bytes before these."""
-    place = folder / "store"
-    return [(place / "ledger").read_bytes()[:24], (place / "budget").read_text().split()[:4]]
 
 
 def _arena(folder: Path) -> bytes:

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -33,13 +34,14 @@ def prompt(who: int, family: int, length: int) -> range:
 
 
 def on_disk(root: Path) -> int:
-    """Bytes of all files but FORMAT and ledger, in whole units, without the store's help."""
-    total = 0
+    """Bytes of all files but FORMAT and the index, in whole units, without the store's help."""
+    files: dict[int, int] = {}  # by inode: one may be renamed meanwhile
     for directory, _, names in os.walk(root):
-        if directory != str(root):
-            for name in names:
-                total += -(-os.lstat(os.path.join(directory, name)).st_size // UNIT) * UNIT
-    return total
+        for name in names if directory not in {str(root), str(root / "index")} else ():
+            with suppress(FileNotFoundError):
+                there = os.lstat(os.path.join(directory, name))
+                files[there.st_ino] = -(-there.st_size // UNIT) * UNIT
+    return sum(files.values())
 
 
 def say(*words: object) -> None:
@@ -103,13 +105,13 @@ def write(url: str, who: int, seed: int, families: int, length: int) -> None:
 def limited(url: str, who: int, seed: int, most: int) -> None:
     """Files may have ``most`` bytes: large blocks cannot be written, small ones can."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    large, small = prompt(who, 0, 1024), prompt(who, 1, 8)
-    with open_store("memory://4MiB", url, block_tokens=512) as store:
-        assert put(store, large, wait=True).tokens == 1024
+    large, small = prompt(who, 0, 8192), prompt(who, 1, 8)
+    with open_store("memory://16MiB", url, block_tokens=4096) as store:
+        assert put(store, large, wait=True).tokens == 8192
         assert put(store, small, tail=True, wait=True).tokens == 8
-        assert get(store, large) == 1024
+        assert get(store, large) == 8192
         drops, writes = counter(store, "drops"), counter(store, "writes")
-    with open_store("memory://4MiB", url, block_tokens=512) as store:
+    with open_store("memory://16MiB", url, block_tokens=4096) as store:
         say("limited", who, int(drops), int(writes), get(store, large), get(store, small))
     del seed
 

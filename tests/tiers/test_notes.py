@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,6 @@ from kvkeep.core.geometry import KVGeometry
 from kvkeep.core.keys import Namespace, space_of
 from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends import TierURL
-from kvkeep.store.backends.disk.notes import NOTES, read_notes
 from kvkeep.store.backends.objects import ObjectBackend
 from kvkeep.store.tiers import note_of, open_backend
 from kvkeep.store.tiers.notes import NOTE_BYTES, difference
@@ -181,14 +181,15 @@ def test_a_store_of_kv_notes_its_namespaces_when_they_are_named(
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "link", "garbage", "huge"])
-def test_what_lies_under_the_name_of_the_notes_does_nothing(
+def test_what_lies_under_the_former_name_of_the_notes_does_nothing(
     what: str, tmp_path: Path, told: Callable[[], list[tuple[int, str]]]
 ) -> None:
+    """Without an index, the notes are taken from there."""
     url = f"file://{tmp_path}/d?size=1MiB"
     with BlockStore(OURS, tiers=[url]) as store:
         store.put(KEYS, [b"x" * 100] * 3, wait=10.0)
-    path = tmp_path / "d" / NOTES
-    path.unlink()
+    path = tmp_path / "d" / "spaces"
+    shutil.rmtree(tmp_path / "d" / "index")
     if what == "fifo":
         os.mkfifo(path)
     elif what == "folder":
@@ -216,9 +217,9 @@ def test_the_notes_of_a_directory_are_bounded(tmp_path: Path) -> None:
     for number in range(2000):
         space = number.to_bytes(16, "big")
         place.note_space(space, note_of(changed(model=f"m{number}")))
-        place.note_space(space, b"another")
-    assert (tmp_path / "d" / NOTES).stat().st_size <= 64 << 10
-    found = read_notes(f"{tmp_path}/d")
+    place.note_space(bytes(16), b"another")
+    found = place.noted_spaces()
+    assert sum(map(len, found.values())) <= 64 << 10
     assert 100 < len(found) < 2000
-    assert b"another" not in found.values()
+    assert found[bytes(16)] == note_of(changed(model="m0"))
     place.close()

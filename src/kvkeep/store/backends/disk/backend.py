@@ -7,18 +7,20 @@ import logging
 import math
 import os
 import re
+import stat
 import sys
 import time
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal, cast
 
-from kvkeep.core.errors import BackendFailed, InvalidValue, OutOfRoom, whole
+from kvkeep.core.errors import BackendFailed, InvalidValue, whole
+from kvkeep.core.geometry.units import format_bytes
 from kvkeep.store.backends.base import ALIGNMENT, Backend, Listed
+from kvkeep.store.backends.disk.directory import RecordDirectory
 from kvkeep.store.backends.disk.files import (
-    ABSENT,
     CANNOT_WRITE,
     closing_fd,
-    create_locked,
+    lstat,
     open_record,
     padded,
     preallocate,
@@ -28,10 +30,7 @@ from kvkeep.store.backends.disk.files import (
     translated,
     write_whole,
 )
-from kvkeep.store.backends.disk.ledger import DiskLedger
-from kvkeep.store.backends.disk.notes import LastBudget, add_note, read_budget, read_notes, settle
-from kvkeep.store.backends.disk.opening import open_directory, restore
-from kvkeep.store.backends.disk.recount import Recount
+from kvkeep.store.backends.disk.index import DiskIndex, LastBudget
 from kvkeep.store.backends.disk.sync import Sync, SyncQueue
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvkeep.store.backends.base import Room
-    from kvkeep.store.backends.disk.directory import RecordDirectory
-    from kvkeep.store.backends.disk.ledger import Count
     from kvkeep.store.backends.urls import TierURL
 
 __all__ = ["DiskBackend", "Io"]
@@ -51,14 +48,9 @@ DIRECT_FROM: Final = 64 * 1024
 """Bytes from which ``io="auto"`` bypasses the page cache. Below, waiting for the device costs more
 than a copy."""
 
-_PER_LOCK: Final = 32  # files unlinked before other processes get the lock
+_AT_ONCE: Final = 32  # files unlinked in one transaction
 _APART: Final = 1000  # nanoseconds between the times of two blocks used at once
-_AHEAD: Final = 1.0  # seconds that a file's time may be ahead of the clock
-RECOUNT_AFTER: Final = 300.0
-"""Seconds after which a full store is recounted, in case files were deleted by hand."""
-
-SMALL: Final = 8192
-"""Files that are counted under the lock; a larger directory is counted by the next listing."""
+_SHARE: Final = 0.8  # of the free space, that a directory without a budget takes
 
 
 class DiskBackend(Backend):
@@ -108,10 +100,12 @@ class DiskBackend(Backend):
         inspecting: if set, `get` raises for an unreadable file and leaves it where it is.
 
     Thread safety: every method, from any thread and process; also after a fork. The directory must
-    be on a filesystem whose ``flock`` reaches all writers, which means one machine. Cost: a put or
-    delete holds the ledger's lock for some ten microseconds. The first use of an object counts the
-    directory, under the lock if it has at most 8,192 files; the first `list` counts a larger one
-    while other processes write.
+    be on a filesystem of one machine.
+
+    Cost: a put or delete waits for the index, for some ten microseconds; with 16 MiB of the budget
+    free, most puts do not: each process reserves room ahead, 256 KiB or four records, but at most a
+    64th of what is free. It counts as used. The first use of a directory without an index, and the
+    first listing after a kill, look at each file.
     """
 
     scheme = "file"
@@ -140,17 +134,14 @@ class DiskBackend(Backend):
         self.odd = 0
         self.odd_bytes = 0
         self._has_default = False
-        self._directory = open_directory(path)
-        self._usage = DiskUsage(self._directory, self.capacity)
+        self._directory = RecordDirectory(path)
+        self._index = DiskIndex(self._directory)
         with self._translated("opened"):
             can = io != "buffered" and supports_direct(self._directory.format)
         if io == "direct" and not can:
             raise InvalidValue(f"the filesystem of {self.describe()} has no direct I/O; io=auto")
         self._direct_from = (0 if io == "direct" else DIRECT_FROM) if can else math.inf
         self._sync = SyncQueue(sync, self._directory.root)
-        self._writer = RecordWriter(
-            self._directory, self._usage, direct_from=self._direct_from, sync=sync == "always"
-        )
 
     @classmethod
     def from_url(cls, url: TierURL) -> DiskBackend:
@@ -160,7 +151,7 @@ class DiskBackend(Backend):
         if capacity is None:
             backend._has_default = True
             if last := backend.last_budget():
-                backend._limit(last.bytes)
+                backend.capacity = last.bytes
         return backend
 
     @classmethod
@@ -184,12 +175,35 @@ class DiskBackend(Backend):
         Raises:
             OutOfRoom: capacity would be exceeded; ``needed`` says by how many bytes. Or the
                 filesystem is full. Nothing changed.
-            BackendFailed: the filesystem failed, or the ledger's lock was not free in time.
+            BackendFailed: the filesystem failed, or the index was locked for too long.
         """
-        assert len(record), "a record of no bytes"
+        size = len(record)
+        assert size, "a record of no bytes"
         self._sync.throttle(self.timeout)
-        with self._translated("written", len(record)):
-            self._sync.add([self._writer.write(block, record, self.timeout)])
+        with self._translated("written", size):
+            self._directory.check_space(block)
+            draft, used = self._index.reserve(size, self.capacity, self.timeout), None
+            try:
+                self._write(draft, record)
+                self._directory.rename(draft, block)
+                used = time.time_ns()
+            finally:
+                if used is None:
+                    with suppress(FileNotFoundError):
+                        os.unlink(draft)
+                self._index.finish(block, size, used)
+            self._sync.add([self._directory.path(block)])
+
+    def _write(self, path: str, record: memoryview) -> None:
+        size, is_direct = len(record), len(record) >= self._direct_from
+        with closing_fd(self._directory.create(path)) as fd:
+            if size >= DIRECT_FROM:
+                preallocate(fd, padded(size))
+            write_whole(fd, record, direct=is_direct)
+            if size != padded(size) and (size >= DIRECT_FROM or is_direct):
+                os.ftruncate(fd, size)
+            if self._sync.mode == "always":
+                os.fsync(fd)
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """Read the record. An empty or unreadable file goes to quarantine.
@@ -209,6 +223,7 @@ class DiskBackend(Backend):
                 self.quarantine(block, "unreadable")
                 return None
         if held is None:
+            self._index.suspect(block)
             return None
         with closing_fd(held[0]) as fd:
             if size := held[1]:
@@ -229,38 +244,40 @@ class DiskBackend(Backend):
         """Unlink records; return their sizes. The space freed is that or more."""
         freed = 0
         with self._translated("deleted"):
-            for start in range(0, len(blocks), _PER_LOCK):
-                some = blocks[start : start + _PER_LOCK]
-                # Raises if a file or symlink has the name of a namespace's directory.
-                some = [block for block in some if self._directory.has_space(block)]
-                with self._usage.ledger.held(self.timeout) as count:
-                    freed += sum(count.remove(self._directory.path(block), block) for block in some)
+            for start in range(0, len(blocks), _AT_ONCE):
+                some = blocks[start : start + _AT_ONCE]
+                try:
+                    freed += sum(self._unlink(block) for block in some)
+                finally:
+                    self._index.settle(some, self.timeout)
             if freed:
                 self._sync.add({self._directory.space(block) for block in blocks})
         return freed
 
-    def list(self) -> Iterator[Listed]:
-        """Yield every record, from names and file attributes alone.
+    def _unlink(self, block: bytes) -> int:
+        """Unlink a record; return its size in bytes."""
+        path = self._directory.path(block)
+        # check_space raises if a file or symlink has the name of a namespace's directory.
+        there = lstat(path) if self._directory.check_space(block) else None
+        if there is None or not stat.S_ISREG(there.st_mode):
+            return 0
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return there.st_size
 
-        The first listing also counts a large directory. Memory: 32 bytes a record of the namespace
-        being listed; while it counts, 16 more for every record.
+    def list(self) -> Iterator[Listed]:
+        """Yield every record, from names and the index.
+
+        Memory: 64 bytes a record of the namespace being listed.
         """
         now, odd, odd_bytes = time.time(), 0, 0
         with self._translated("listed"):
-            recount = self._usage.begin_recount(self.timeout)
-            for block, size, used in self._directory.scan():
-                if block is None:
+            for item in self._records():
+                if isinstance(item, int):
                     odd += 1
-                    odd_bytes += size
-                    continue
-                if recount is not None:
-                    recount.saw(block, size)
-                if used > now + _AHEAD:
-                    # The clock was ahead when it was used. With the time of now it ages as others.
-                    self.touch([block])
-                yield Listed(block, size, min(used, now))
-            if recount is not None:
-                recount.finish(self.timeout)
+                    odd_bytes += item
+                else:
+                    yield item if item.used <= now else item._replace(used=now)
         if odd_bytes and not self.odd_bytes:
             _LOG.warning(
                 "%s holds %d bytes in files that are no records; kvkeep neither touches nor counts "
@@ -270,58 +287,54 @@ class DiskBackend(Backend):
             )
         self.odd, self.odd_bytes = odd, odd_bytes
 
+    def _records(self) -> Iterator[Listed | int]:
+        try:
+            yield from self._index.sweep(self.timeout)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE | {errno.ENOENT, errno.ENOSPC}:
+                raise
+            # A read-only or full directory is still good for reading; a missing one has no records.
+            yield from self._directory.scan()
+
     def touch(self, blocks: Sequence[bytes], used: Sequence[float] | None = None) -> None:
-        """Set modification times; does nothing where that is not permitted.
+        """Record times of use in one transaction; does nothing in a read-only directory.
 
         Cost: 5 µs a block. The times of one call differ, so blocks keep their order.
         """
-        before = 0
+        times, before = [], 0
+        for at in range(len(blocks)):
+            when = time.time_ns() if used is None else int(used[at] * 1e9)
+            times.append(before := max(when, before + _APART))
         with self._translated("touched"):
-            for at, block in enumerate(blocks):
-                when = time.time_ns() if used is None else int(used[at] * 1e9)
-                before = when = max(when, before + _APART)
-                path = self._directory.path(block)
-                try:
-                    if used is not None and os.lstat(path).st_mtime_ns >= when:
-                        continue
-                    os.utime(path, ns=(when, when), follow_symlinks=False)
-                except OSError as error:
-                    # A read-only directory is still good for reading.
-                    if error.errno not in ABSENT | CANNOT_WRITE:
-                        raise
+            try:
+                self._index.touch(blocks, times, self.timeout)
+            except OSError as error:
+                if error.errno not in CANNOT_WRITE:
+                    raise
 
     def quarantine(self, block: bytes, reason: str) -> None:
         """Move the record to ``quarantine/``, with the reason in its name, for inspection.
 
         The newest 16 are kept, in a sixteenth of the capacity at most.
         """
-        directory = self._directory
         slug = re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:60] or "bad"
         name = f"{time.time_ns():020}.{block.hex()}.{slug}"
-        with self._translated("quarantined"), self._usage.ledger.held(self.timeout) as count:
-            try:
-                count.quarantine(directory.path(block), f"{directory.quarantine}/{name}", block)
-            except FileNotFoundError:
-                if size_of(directory.path(block)) is not None:
-                    restore(directory)  # quarantine/ itself is missing
-                    raise
-                return
-            self.quarantined += 1
-            for path in directory.quarantine_surplus(self.capacity):
-                if count.remove(path) and path.endswith(name):
-                    # Too large to be kept: perhaps put here by hand, and never counted.
-                    self._usage.ledger.recount(count)
-
-    # -- the whole ------------------------------------------------------------------------------
+        with self._translated("quarantined"):
+            if self._directory.move_away(block, name):
+                self.quarantined += 1
+                self._sync.add([self._directory.space(block)])
+            self._index.trim_quarantine(block, self.capacity, self.timeout)
 
     def used(self) -> int:
-        """Return the bytes of all records, in whole units, unfinished and quarantined included.
-
-        For a large directory that no `list` of this object has counted, it is the count that other
-        processes wrote last.
-        """
+        """Return the bytes used by all processes."""
         with self._translated("counted"):
-            return self._usage.used(self.timeout)
+            try:
+                return self._index.used(self.timeout)
+            except OSError as error:
+                if error.errno not in CANNOT_WRITE | {errno.ENOSPC}:
+                    raise
+            listing = self._directory.scan()
+            return sum(padded(item.size) for item in listing if isinstance(item, Listed))
 
     def flush(self) -> None:
         """With ``sync="flush"``, make earlier puts and deletes survive a loss of power.
@@ -333,35 +346,71 @@ class DiskBackend(Backend):
 
     def last_budget(self) -> LastBudget | None:
         """Return the budget that a store last opened the directory with; None: it is not known."""
-        return read_budget(self._directory.root)
+        try:
+            return self._index.last_budget(self.timeout)
+        except OSError:
+            return None
 
     def settle_capacity(self) -> None:
-        """Remember the capacity in the file ``budget``; choose it if the URL gave none.
+        """Remember the capacity in the index; choose it if the URL gave none.
 
-        See `kvkeep.store.backends.disk.notes.settle`.
+        It is the one that the directory was last opened with, but no more than the filesystem has.
+        A directory without one gets what it holds and 80 % of the space that is free now: so
+        opening it evicts nothing, and a fifth stays free.
+
+        Remembers nothing in a directory that this process may only read, or while another process
+        is stopped within a change.
         """
-        if self.capacity is not None or self._has_default:
-            given = None if self._has_default else self.capacity
-            with self._translated("opened"):
-                used = partial(self._usage.used, self.timeout)
-                self._limit(settle(self._directory, given, used, self.timeout))
+        if self.capacity is None and not self._has_default:
+            return
+        given = None if self._has_default else self.capacity
+        is_new = False
 
-    def _limit(self, capacity: int | None) -> None:
-        self.capacity = self._usage.capacity = capacity
+        def choose(last: LastBudget | None, used: int) -> LastBudget:
+            nonlocal is_new
+            there, now = os.statvfs(self._directory.root), time.time()
+            if given is not None:
+                return LastBudget(given, True, now)
+            if last is not None:
+                return LastBudget(min(last.bytes, there.f_blocks * there.f_frsize), last.given, now)
+            is_new = True
+            free = int(there.f_bavail * there.f_frsize * _SHARE)
+            return LastBudget(max(ALIGNMENT, used + free), False, now)
+
+        with self._translated("opened"):
+            try:
+                budget = self._index.agree(choose, self.timeout, sweep=given is None)
+                self.capacity = budget.bytes
+            except OSError:
+                self.capacity = choose(self.last_budget(), 0).bytes
+        if given is None:
+            size = format_bytes(self.capacity)
+            if is_new:
+                _LOG.warning(
+                    "%s has no size=: it keeps to %s, which is what it holds and 80 %% of the free "
+                    "space. The directory remembers this; size= changes it",
+                    self.describe(),
+                    size,
+                )
+            else:
+                _LOG.info(
+                    "%s has no size=: it keeps to %s, as when last opened", self.describe(), size
+                )
 
     def note_space(self, space: bytes, note: bytes) -> None:
-        """Append a line to the file ``spaces``."""
+        """Add a note to the index; 64 KiB in all at most."""
         with self._translated("written to"):
-            add_note(self._directory.root, space, note)
+            self._index.add_note(space, note, self.timeout)
 
     def noted_spaces(self) -> dict[bytes, bytes]:
-        """Return the lines of the file ``spaces``."""
+        """Return the notes of the index."""
         with self._translated("read"):
-            return read_notes(self._directory.root)
+            return self._index.notes(self.timeout)
 
     def close(self) -> None:
         """Wait up to ``timeout`` seconds for unsynced files; a thread syncs the rest afterwards."""
         self._sync.drain(self.timeout)
+        self._index.close(self.timeout)
 
     def describe(self) -> str:
         """Return the directory as a URL."""
@@ -384,141 +433,3 @@ def _options(url: TierURL) -> tuple[int | None, Sync, Io]:
     sync = url.choice("sync", ("never", "flush", "always"), "flush")
     io = url.choice("io", ("auto", "direct", "buffered"), "auto")
     return capacity, cast("Sync", sync), cast("Io", io)
-
-
-class RecordWriter:
-    """Writes records into ``directory``, for all threads.
-
-    Records of ``direct_from`` bytes and more are written with direct I/O. With ``sync`` each file
-    is synced before it gets its name.
-    """
-
-    def __init__(
-        self, directory: RecordDirectory, usage: DiskUsage, *, direct_from: float, sync: bool
-    ) -> None:
-        self._directory = directory
-        self._usage = usage
-        self._direct_from = direct_from
-        self._sync = sync
-
-    def write(self, block: bytes, record: memoryview, timeout: float) -> str:
-        """Write ``record``; return its path. ``timeout`` limits each wait for the ledger's lock."""
-        path = self._directory.path(block)
-        fd, tmp = self._reserve(padded(len(record)), timeout)
-        try:
-            self._fill(fd, record)
-            self._rename(tmp, path, block, timeout)
-        except BaseException:
-            self._discard(tmp, timeout)
-            raise
-        finally:
-            os.close(fd)
-        return path
-
-    def _reserve(self, size: int, timeout: float) -> tuple[int, str]:
-        """Create a temporary file whose ``size`` bytes count as used from now on."""
-        tmp = f"{self._directory.tmp}/{os.getpid()}-{os.urandom(12).hex()}"
-        with self._usage.ledger.held(timeout) as count:
-            self._usage.make_room(count, size)
-            count.mark(size)
-            try:
-                fd = self._create(tmp, size)
-            except OSError:
-                count.settle()  # nothing changed
-                raise
-            count.used += size
-        return fd, tmp
-
-    def _create(self, tmp: str, size: int) -> int:
-        try:
-            return create_locked(tmp, size)
-        except FileNotFoundError:
-            restore(self._directory)  # tmp/ was removed from outside
-            return create_locked(tmp, size)
-
-    def _fill(self, fd: int, record: memoryview) -> None:
-        size = len(record)
-        preallocate(fd, padded(size))
-        write_whole(fd, record, direct=size >= self._direct_from)
-        if size != padded(size):
-            os.ftruncate(fd, size)
-        # The kernel stamps writes by a coarse clock; this finer one keeps the order of records.
-        os.utime(fd, ns=(now := time.time_ns(), now))
-        if self._sync:
-            os.fsync(fd)
-
-    def _rename(self, tmp: str, path: str, block: bytes, timeout: float) -> None:
-        """Give the finished file the name of its record."""
-        with self._usage.ledger.held(timeout) as count:
-            if not self._directory.has_space(block):
-                os.mkdir(self._directory.space(block), 0o700)
-            count.rename(tmp, path, block)
-
-    def _discard(self, tmp: str, timeout: float) -> None:
-        try:
-            with self._usage.ledger.held(timeout) as count:
-                count.remove(tmp)
-        except OSError:
-            # Report the error of the put, not this one. The file stays counted, and is removed
-            # later like the files of killed writers.
-            return
-
-
-class DiskUsage:
-    """Counts the bytes used, and frees space by removing unfinished files of killed writers.
-
-    Attributes:
-        capacity: maximum bytes; None: as much as the filesystem has.
-        ledger: the count and its lock.
-    """
-
-    def __init__(self, directory: RecordDirectory, capacity: int | None) -> None:
-        self._directory = directory
-        self.capacity = capacity
-        self.ledger = DiskLedger(directory.ledger, self._recount, partial(restore, directory))
-
-    def used(self, timeout: float) -> int:
-        """Return the bytes used, waiting for the lock for ``timeout`` seconds at most."""
-        try:
-            with self.ledger.held(timeout) as count:
-                return count.used
-        except OSError as error:
-            if error.errno not in CANNOT_WRITE:
-                raise
-        used = self._directory.used()
-        assert used is not None, "without a limit all is counted"
-        return used
-
-    def make_room(self, count: Count, need: int) -> None:
-        """Raise `OutOfRoom` unless ``need`` more bytes fit; free space first if needed."""
-        if self.capacity is None or count.used + need <= self.capacity:
-            return
-        self._remove_abandoned(count)
-        counted_at = self.ledger.counted_at
-        if counted_at is not None and time.monotonic() - counted_at > RECOUNT_AFTER:
-            self.ledger.recount(count)
-        if count.used + need > self.capacity:
-            raise OutOfRoom(count.used + need - self.capacity, self._directory.url)
-
-    def begin_recount(self, timeout: float) -> Recount | None:
-        """Return a recount if the directory has to be counted; the caller feeds it from a scan."""
-        try:
-            if self.ledger.counted_at is None:
-                with self.ledger.held(timeout):
-                    pass  # the first use counts a small directory
-            if self.ledger.wants_count:
-                return Recount(self.ledger, self._directory, timeout)
-        except OSError as error:
-            # A read-only directory need not be counted; a missing one is listed as empty.
-            if error.errno not in CANNOT_WRITE | {errno.ENOENT}:
-                raise
-        return None
-
-    def _recount(self, count: Count) -> int | None:
-        self._remove_abandoned(count)
-        self._directory.remove_spaces(self._directory.empty_spaces())
-        return self._directory.used(SMALL)
-
-    def _remove_abandoned(self, count: Count) -> None:
-        for path in self._directory.abandoned():
-            count.remove(path)

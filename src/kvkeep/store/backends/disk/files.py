@@ -29,17 +29,15 @@ __all__ = [
     "CANNOT_WRITE",
     "WRONG_KIND",
     "check_kind",
-    "check_owner",
+    "check_ours",
     "closing_fd",
-    "create_locked",
     "lstat",
     "open_known",
-    "open_plain",
     "open_record",
     "padded",
-    "pin",
     "preallocate",
     "read_whole",
+    "regular_files",
     "size_of",
     "supports_direct",
     "sync_path",
@@ -48,7 +46,6 @@ __all__ = [
 ]
 
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)  # 0 if not supported, as on macOS
-_O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
 ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 """Errors of opening a path without a regular file: nothing there, a symlink, a socket."""
 CANNOT_WRITE: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -118,31 +115,25 @@ def supports_direct(path: str) -> bool:
     return True
 
 
-def pin(path: str) -> tuple[int, int] | None:
-    """Open the regular file ``path`` without access, so that unlinking it frees no blocks yet.
-
-    Freeing the blocks of a large file takes milliseconds, which would be spent under the ledger's
-    lock. The unlink of a pinned file takes microseconds; `os.close` frees the blocks afterwards.
+def open_record(path: str) -> tuple[int, int] | None:
+    """Open the regular file ``path`` for reading.
 
     Returns:
         A descriptor to close and the file's size in bytes; None if there is no regular file.
         Follows no symlink and does not wait for a pipe.
     """
-    return _opened(path, _O_PATH)
-
-
-def open_record(path: str) -> tuple[int, int] | None:
-    """Open a regular file for reading; returns the same as `pin`."""
-    return _opened(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
-def open_plain(path: str, flags: int) -> int:
-    """Open a file as `open_known` does; return only its descriptor."""
-    return open_known(path, flags)[0]
+    fd = _open_if_there(path, os.O_RDONLY | os.O_NONBLOCK)
+    if fd is None:
+        return None
+    there = os.fstat(fd)
+    if not stat.S_ISREG(there.st_mode):
+        os.close(fd)
+        return None
+    return fd, there.st_size
 
 
 def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
-    """Open a regular file of this user; return its descriptor and status.
+    """Open a regular file of this user; return a descriptor to close and its status.
 
     Never waits for the writer of a pipe, follows no symlink.
 
@@ -153,8 +144,7 @@ def open_known(path: str, flags: int) -> tuple[int, os.stat_result]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
-        check_kind(found, path, stat.S_IFREG)
-        check_owner(found, path)
+        check_ours(found, path, stat.S_IFREG)
     except BaseException:
         os.close(fd)
         raise
@@ -170,22 +160,12 @@ def check_kind(found: os.stat_result, path: str, kind: int) -> None:
         raise OSError(number, f"it is a {name} and must be a {_KINDS[kind]}", path)
 
 
-def check_owner(found: os.stat_result, path: str) -> None:
-    """Raise OSError (EINVAL) unless ``path`` belongs to the user of this process."""
+def check_ours(found: os.stat_result, path: str, kind: int) -> None:
+    """Raise OSError as `check_kind`, or (EINVAL) if ``path`` is another user's."""
+    check_kind(found, path, kind)
     if found.st_uid != os.geteuid():
         owner = f"it belongs to user {found.st_uid} and this process is {os.geteuid()}"
         raise OSError(errno.EINVAL, owner, path)
-
-
-def _opened(path: str, flags: int) -> tuple[int, int] | None:
-    fd = _open_if_there(path, flags)
-    if fd is None:
-        return None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        return None
-    return fd, found.st_size
 
 
 def _open_if_there(path: str, flags: int) -> int | None:
@@ -195,20 +175,6 @@ def _open_if_there(path: str, flags: int) -> int | None:
         if error.errno in ABSENT:
             return None
         raise
-
-
-def create_locked(path: str, size: int) -> int:
-    """Create a file of ``size`` bytes, locked until closed, which shows that its writer lives."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, size)
-    except OSError:
-        os.close(fd)
-        os.unlink(path)
-        raise
-    return fd
 
 
 def size_of(path: str) -> int | None:
@@ -225,6 +191,19 @@ def lstat(path: str) -> os.stat_result | None:
         if error.errno in ABSENT:
             return None
         raise
+
+
+def regular_files(directory: str) -> Iterator[tuple[str, int]]:
+    """Yield path and size in bytes of the regular files in ``directory``; none if it is missing."""
+    try:
+        with os.scandir(directory) as listing:
+            entries = list(listing)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        found = lstat(entry.path)
+        if found is not None and stat.S_ISREG(found.st_mode):
+            yield entry.path, found.st_size
 
 
 def sync_path(path: str) -> None:

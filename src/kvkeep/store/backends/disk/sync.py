@@ -56,9 +56,9 @@ class SyncQueue:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._taken: set[int] = set()  # serial numbers that some thread syncs now
-        self._error: OSError | None = None  # of the thread, until `flush` raises it
+        self._syncing = threading.Lock()  # one batch at a time, and `_error`
+        self._starting = threading.Lock()  # `_thread`
+        self._error: OSError | None = None  # of a batch, until `flush` raises it
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -98,10 +98,10 @@ class SyncQueue:
         self._check_fork()
         end = next(self._serial)
         try:
-            while not self._sync_some(end):
+            while self._sync_some(end):
                 pass
         finally:  # an error raised above already reports the failure
-            with self._lock:
+            with self._syncing:
                 error, self._error = self._error, None
         if error is not None:
             raise error
@@ -117,27 +117,22 @@ class SyncQueue:
         return True
 
     def _sync_some(self, end: int) -> bool:
-        """Sync a batch of the changes numbered below ``end``; return whether none is left."""
-        with self._lock:
-            waiting = [serial for serial in list(self._waiting) if serial < end]
-            batch = [serial for serial in waiting if serial not in self._taken][:_BATCH]
-            self._taken.update(batch)
-        if not batch:
-            if waiting:
-                time.sleep(_POLL)  # other threads are syncing these
-            return not waiting
-        try:
-            self._sync({self._waiting[serial] for serial in batch})
-            for serial in batch:
-                del self._waiting[serial]
-        finally:
-            with self._lock:
-                self._taken.difference_update(batch)
-        return False
+        """Sync a batch of the changes numbered below ``end``; return whether there were any."""
+        with self._syncing:
+            batch = [serial for serial in list(self._waiting) if serial < end][:_BATCH]
+            if batch:
+                try:
+                    self._sync({self._waiting[serial] for serial in batch})
+                except OSError as error:
+                    self._error = error
+                    raise
+                for serial in batch:
+                    del self._waiting[serial]
+            return bool(batch)
 
     def _start(self) -> None:
         self._check_fork()
-        with self._lock:
+        with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="kvkeep sync", daemon=True)
                 self._thread.start()
@@ -146,10 +141,8 @@ class SyncQueue:
         while self._waiting:
             try:
                 self._sync_some(next(self._serial))
-            except OSError as error:
+            except OSError:
                 self.failed += 1
-                with self._lock:
-                    self._error = error
                 time.sleep(_RETRY)
 
     def _check_fork(self) -> None:
