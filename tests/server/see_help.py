@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +82,13 @@ def storing(
     what_if: float | None = None,
     load_timeout: float = 2.0,
     flush_timeout_s: float = 1.0,
+    token_s: float = 0.0,
     **settings: Any,
 ) -> Iterator[Running]:
-    """A server over a store of these tiers, in blocks of 64 tokens."""
+    """A server over a store of these tiers, in blocks of 64 tokens.
+
+    Computing takes ``token_s`` longer for each token: so much that loading is faster on any machine.
+    """
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=PAGE, device="cpu")
     revision = runner.identity
     with KVStore(
@@ -97,6 +102,14 @@ def storing(
             store=store,
             load_timeout=load_timeout,
         )
+        if token_s:
+            forward = runner.forward
+
+            def slowly(pieces: Any) -> Any:
+                time.sleep(token_s * sum(len(piece.tokens) for piece in pieces))
+                return forward(pieces)
+
+            runner.forward = slowly  # type: ignore[method-assign]
         server = Running(
             engine, ServerSettings(name=NAME, flush_timeout_s=flush_timeout_s, **settings)
         )

@@ -125,7 +125,7 @@ def test_what_is_slow_is_computed_and_said_to_be(faulty):
 def test_what_is_fast_is_loaded(tmp_path):
     tiers = ("memory://4MiB", f"file://{tmp_path}/tier?size=64MiB")
     prompts = [tokens_of(seed, LONG) for seed in range(20, 32)]
-    with storing(*tiers, num_pages=512) as server:
+    with storing(*tiers, num_pages=512, token_s=0.0005) as server:
         for prompt in prompts:
             ask(server, prompt)
         forget_pool(server, *prompts)

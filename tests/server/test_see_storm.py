@@ -114,7 +114,8 @@ def pages(server):
 
 
 def test_with_tiers(tmp_path):
-    with storing("memory://2MiB", f"file://{tmp_path}/tier?size=3MiB", num_pages=56) as server:
+    tiers = ("memory://2MiB", f"file://{tmp_path}/tier?size=3MiB")
+    with storing(*tiers, num_pages=56, token_s=0.0005) as server:
         reasons = check(server, storm(server, "tiers"))
         assert {"new", "page_remainder"} <= set(reasons)
         summary = server.http.get("/kv/summary").json()
