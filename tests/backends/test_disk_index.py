@@ -85,18 +85,25 @@ def test_a_damaged_index_is_made_anew(
     assert len(index_of(tmp_path)) == 1
 
 
-def test_an_index_that_loses_its_log_is_made_anew(tmp_path: Path) -> None:
-    """Its file is cut short then: pages were only in the log."""
-    with DiskBackend(tmp_path, 4 << 20) as backend:
+def test_a_torn_index_is_mended_by_a_listing(tmp_path: Path) -> None:
+    """A writer was killed within a transaction, and its journal is lost."""
+    with DiskBackend(tmp_path, 64 << 20) as backend:
         for number in range(RECORDS):
             put(backend, block_id(number), b"record")
+        backend.used()
         (path,) = index_of(tmp_path)
-        path.with_name(f"{path.name}-wal").unlink()
-        with DiskBackend(tmp_path, 4 << 20) as other:
-            put(other, block_id(RECORDS), b"record")
-            assert len(sizes_listed(other)) == RECORDS + 1
-        assert len(sizes_listed(backend)) == RECORDS + 1
-        assert backend.used() == (RECORDS + 1) * UNIT
+        older = path.read_bytes()
+        for number in range(RECORDS, 2 * RECORDS):
+            put(backend, block_id(number), b"record")
+        backend.delete([block_id(number) for number in range(100)])
+    newer = bytearray(path.read_bytes())
+    for page in range(1, len(older) // UNIT, 2):
+        newer[page * UNIT : (page + 1) * UNIT] = older[page * UNIT : (page + 1) * UNIT]
+    path.write_bytes(newer)
+    path.with_name(f"{path.name}-journal").unlink()
+    with DiskBackend(tmp_path, 64 << 20) as again:
+        assert len(sizes_listed(again)) == 2 * RECORDS - 100
+        assert again.used() == (2 * RECORDS - 100) * UNIT
 
 
 @pytest.mark.parametrize("is_open", [False, True])

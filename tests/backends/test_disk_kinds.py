@@ -60,7 +60,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["FORMAT", "index/*"])
+@pytest.mark.parametrize("name", ["FORMAT", "index/*[0-9a-f]", "index/*-journal"])
 def test_a_file_of_the_store_must_be_regular(root: Path, kind: str, name: str) -> None:
     make, said = KINDS[kind]
     (path,) = root.glob(name)

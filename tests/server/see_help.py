@@ -87,7 +87,7 @@ def storing(
 ) -> Iterator[Running]:
     """A server over a store of these tiers, in blocks of 64 tokens.
 
-    Computing takes ``token_s`` longer for each token: so much that loading is faster on any machine.
+    Computing takes ``token_s`` longer a token: so much that loading is faster on any machine.
     """
     runner = Runner.load(bundled_model(), num_pages=num_pages, page_size=PAGE, device="cpu")
     revision = runner.identity

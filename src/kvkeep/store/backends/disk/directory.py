@@ -1,7 +1,7 @@
 """The layout of a directory of records: creation, checks, names and paths.
 
     FORMAT                 "kvkeep blocks 1"
-    index/<16 hex>         the index, see index.py; SQLite has <16 hex>-wal and -shm beside it
+    index/<16 hex>         the index, see index.py; SQLite has <16 hex>-journal beside it
     tmp/                   records being written, each locked by its writer
     quarantine/            records that failed verification, with the reason in the name
     <space, 32 hex>/       the records of one namespace
@@ -277,7 +277,7 @@ class RecordDirectory:
                 check_ours(os.lstat(path), path, stat.S_IFDIR)
         with self._alone() as fd:
             if self.index() is None:
-                # Each has a name of its own: SQLite deletes the log of a lost index by its name.
+                # Each has a name of its own: SQLite finds the journal of an index by its name.
                 name = f"{self._indexes}/{os.urandom(_INDEX_NAME // 2).hex()}"
                 os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             if os.fstat(fd).st_size:
@@ -302,6 +302,8 @@ class RecordDirectory:
             path = f"{self._indexes}/{name}"
             if _from_hex(name, _INDEX_NAME) and (there := lstat(path)) is not None:
                 check_ours(there, path, stat.S_IFREG)
+                if (journal := lstat(f"{path}-journal")) is not None:
+                    check_ours(journal, f"{path}-journal", stat.S_IFREG)
                 return path, there
         return None
 
@@ -310,7 +312,7 @@ class RecordDirectory:
         with self._alone():
             if lstat(path) is None:
                 return False
-            for name in (path, f"{path}-wal", f"{path}-shm"):
+            for name in (path, f"{path}-journal"):
                 with suppress(FileNotFoundError):
                     os.unlink(name)
             return True

@@ -14,7 +14,9 @@ A writer holds the lock of a file in ``tmp/`` while its row has bytes. A row wit
 killed process: a sweep compares all names with all rows, and then deletes it.
 
 SQLite never syncs here: after a loss of power, another boot, the index is checked and each file
-compared with its row; so is an index that is a copy. One that is damaged or lost is made anew.
+compared with its row; so is an index that is a copy. One that is damaged or lost is made anew. It
+has a rollback journal, not a log (WAL): that maps a file into memory, and a process that reads it
+dies if that file is cut short.
 """
 
 from __future__ import annotations
@@ -79,7 +81,6 @@ _ERRNOS: Final = {
     sqlite3.SQLITE_READONLY: errno.EROFS,
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
-_CHECKPOINT: Final = 64  # pages of the log: so small that a full disk has room for it
 _CACHE_KIB: Final = 16 << 10
 _TRIES: Final = 5  # of a transaction whose index is damaged
 _FIRST_PAUSE: Final = 0.0001  # seconds between attempts to begin a transaction
@@ -463,7 +464,7 @@ class DiskIndex:
     def _rows(
         self, query: str, values: Sequence[object], timeout: float
     ) -> dict[bytes, tuple[int, int]]:
-        """Return size and time of use of blocks. A reader does not wait for writers."""
+        """Return size and time of use of blocks."""
 
         def read(db: sqlite3.Connection) -> dict[bytes, tuple[int, int]]:
             rows = {}
@@ -500,7 +501,7 @@ class DiskIndex:
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction(db: sqlite3.Connection) -> T:
-            db.execute("BEGIN IMMEDIATE")
+            db.execute("BEGIN EXCLUSIVE")
             batch: dict[bytes, int | None] = {}
             try:
                 self._free = 0
@@ -598,12 +599,12 @@ class DiskIndex:
         return self._db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA journal_mode = PERSIST")
         db.execute("PRAGMA synchronous = OFF")
+        db.execute("PRAGMA mmap_size = 0")
         db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-        db.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT}")
         if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
-            db.execute("BEGIN IMMEDIATE")
+            db.execute("BEGIN EXCLUSIVE")
             try:
                 (version,) = db.execute("PRAGMA user_version").fetchone()
                 if version == 0:
