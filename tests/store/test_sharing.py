@@ -34,10 +34,10 @@ def test_two_writers_with_evictions_in_one_directory(processes: Processes, tmp_p
     url, root = disk(tmp_path / "d", size=str(budget)), tmp_path / "d"
     for who in (0, 1):
         processes.start("share", url, who, who, 1200, 2)
-    while not (files := list(root.glob("index/*-wal"))):
+    while not (files := list(root.glob("index/*-journal"))):
         time.sleep(0.001)
     most = 0
-    path = str(files[0]).removesuffix("-wal")
+    path = str(files[0]).removesuffix("-journal")
     with closing(sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)) as index:
         end, left = time.monotonic() + PATIENCE, 100
         while left and time.monotonic() < end:
