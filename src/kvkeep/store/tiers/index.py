@@ -86,6 +86,7 @@ class Index:
         self._taken = 0  # bytes of all records in whole units
         self._spaces: dict[bytes, tuple[int, int]] = {}  # bytes of each namespace, and in units
         self._quotas: dict[bytes, int] = {}
+        self._coming: dict[bytes, int] = {}  # bytes reserved by namespace
         self._uses = 0  # so far: the order of uses at equal times
         self._pinned_bytes = 0
         self._pin_ends: list[tuple[float, bytes]] = []  # a heap; some are stale
@@ -185,24 +186,14 @@ class Index:
     def add(self, block: bytes, size: int) -> None:
         """Add or replace ``block`` of ``size`` bytes, last used now."""
         with self._lock:
-            entry = self._ordered_block(block)
-            now = self._clock()
-            if entry is None:
-                lane = self._shares.lane_for(block)
-                self._count(lane, block, size, self._takes(size))
-                entry = self._insert(IndexedBlock(block, size, now, self._round, lane))
-            else:
-                self._dequeue(entry)
-                more = self._takes(size) - self._takes(entry.size)
-                self._count(entry.lane, block, size - entry.size, more)
-                if entry.pinned:
-                    self._pinned_bytes += size - entry.size
-                entry.size, entry.used, entry.noted = size, now, now
-                entry.round = self._round
-                self._use(entry)
-            if self._ahead:
-                for _ in range(self._ahead.pop(block, 0)):
-                    self._hold(block)
+            self._add(block, size)
+
+    def add_reserved(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """`add` blocks of one namespace whose bytes were reserved; see `reserve`."""
+        with self._lock:
+            self._unreserve(blocks[0][:SPACE_BYTES], sum(sizes))
+            for block, size in zip(blocks, sizes, strict=True):
+                self._add(block, size)
 
     def forget(self, block: bytes) -> bool:
         """Remove ``block``; return whether it was known."""
@@ -424,18 +415,36 @@ class Index:
             self._quotas[space] = limit
             self._regroup(space, self._shares.limited(space))
 
-    def has_quota(self, space: bytes) -> bool:
-        """Whether a namespace has a quota."""
-        return space in self._quotas
+    def quota(self, space: bytes) -> int | None:
+        """Return the bytes that a namespace is limited to; None: it is not."""
+        return self._quotas.get(space)
 
     def over_quota(self, space: bytes, more: int) -> int:
-        """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
+        """Return the bytes to evict from a namespace before ``more`` are added.
+
+        What is reserved counts. -1: they do not fit beside that.
+        """
         limit = self._quotas.get(space)
         if limit is None:
             return 0
-        if more > limit:
-            return -1
-        return max(0, self._spaces.get(space, (0, 0))[0] + more - limit)
+        more += self._coming.get(space, 0)
+        return -1 if more > limit else max(0, self._spaces.get(space, (0, 0))[0] + more - limit)
+
+    def reserve(self, space: bytes, more: int) -> int:
+        """Reserve ``more`` bytes in the quota of a namespace if they fit; return `over_quota`.
+
+        They count until `add_reserved` or `unreserve`.
+        """
+        with self._lock:
+            over = self.over_quota(space, more)
+            if not over:
+                self._coming[space] = self._coming.get(space, 0) + more
+            return over
+
+    def unreserve(self, space: bytes, more: int) -> None:
+        """Give up ``more`` reserved bytes."""
+        with self._lock:
+            self._unreserve(space, more)
 
     def announce(self, space: bytes, tenant: str | None) -> None:
         """Count a namespace for the share of ``tenant``; None: all tenants share its blocks.
@@ -471,6 +480,31 @@ class Index:
                     self._enqueue(entry)
 
     # --- internals, under the lock ---------------------------------------------------------------
+
+    def _add(self, block: bytes, size: int) -> None:
+        entry = self._ordered_block(block)
+        now = self._clock()
+        if entry is None:
+            lane = self._shares.lane_for(block)
+            self._count(lane, block, size, self._takes(size))
+            self._insert(IndexedBlock(block, size, now, self._round, lane))
+        else:
+            self._dequeue(entry)
+            more = self._takes(size) - self._takes(entry.size)
+            self._count(entry.lane, block, size - entry.size, more)
+            if entry.pinned:
+                self._pinned_bytes += size - entry.size
+            entry.size, entry.used, entry.noted = size, now, now
+            entry.round = self._round
+            self._use(entry)
+        if self._ahead:
+            for _ in range(self._ahead.pop(block, 0)):
+                self._hold(block)
+
+    def _unreserve(self, space: bytes, more: int) -> None:
+        rest = self._coming.pop(space) - more
+        if rest:
+            self._coming[space] = rest
 
     def _get(self, block: bytes) -> IndexedBlock | ColdBlock | None:
         """Return what is known of a block. Takes the lock itself, where there are cold ones."""

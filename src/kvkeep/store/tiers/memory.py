@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvkeep.core.errors import OutOfRoom
+from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.arena import Arena
+from kvkeep.store.backends.base import OverQuota
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record import HEADER_BYTES
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["HostMemory", "MemoryLease", "MemorySpec", "MemoryTier"]
 
 _TRIES: Final = 72  # to make room that other threads use meanwhile; more than threads that may
-_RUNS: Final = 8  # that threads may reserve before any of them counts to its namespace's quota
 
 
 @dataclass(slots=True)
@@ -161,38 +161,46 @@ class HostMemory(ABC):
     def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
         """`reserve` leading ``blocks`` of one namespace; empty if there is no room for the first.
 
-        They are reserved together where no quota is near, else one: a draft counts to the quota
-        when it is committed, and other threads may reserve as many meanwhile.
+        They count to the quota of the namespace until they are committed or discarded, too. Where
+        a quota is near, one is reserved.
         """
-        sizes, space = [HEADER_BYTES + size for size in raw_bytes], blocks[0][:SPACE_BYTES]
-        over_quota = self.catalogue.over_quota
+        sizes = [HEADER_BYTES + size for size in raw_bytes]
         with self._faults:
-            if len(blocks) > 1 and over_quota(space, _RUNS * sum(sizes)):
-                blocks, sizes = blocks[:1], sizes[:1]
-            if len(blocks) == 1 and (over := over_quota(space, sizes[0])):
-                if over > 0:
-                    self._evict(over, space)
-                if over_quota(space, sizes[0]):
-                    return []
-            return self._reserve(blocks, sizes)
+            if not self._making_room.locked():  # else that thread comes first
+                try:
+                    return self._reserve(blocks, sizes)
+                except OutOfRoom:
+                    pass
+            with self._making_room:
+                for _ in range(_TRIES):
+                    try:
+                        return self._reserve(blocks, sizes)
+                    except OverQuota as over:
+                        if len(blocks) > 1:
+                            blocks, sizes = blocks[:1], sizes[:1]
+                        elif over.needed < 0 or not self._evict(
+                            over.needed, blocks[0][:SPACE_BYTES]
+                        ):
+                            break
+                    except OutOfRoom as short:
+                        if short.needed > self.capacity or not self._evict(
+                            short.needed + sum(sizes[1:])
+                        ):
+                            break
         return []
 
     def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        if not self._making_room.locked():  # else that thread comes first
-            try:
-                return self.backend.reserve_all(blocks, sizes)
-            except OutOfRoom:
-                pass
-        with self._making_room:
-            for _ in range(_TRIES):
-                try:
-                    return self.backend.reserve_all(blocks, sizes)
-                except OutOfRoom as short:
-                    if short.needed > self.capacity or not self._evict(
-                        short.needed + sum(sizes[1:])
-                    ):
-                        break
-        return []
+        """`reserve_all` without making room.
+
+        Raises:
+            OverQuota: all of them would exceed the quota of their namespace.
+            OutOfRoom: there is no room for the first.
+        """
+        return self.backend.reserve_all(blocks, sizes)
+
+    def discard(self, draft: Draft) -> None:
+        """Give up a draft that was not committed."""
+        draft.discard()
 
     @abstractmethod
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
@@ -302,12 +310,35 @@ class MemoryTier(HostMemory):
             return block in self._leaving  # else it is expired, or unknown
         return self.backend.contains(block)
 
+    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+        catalogue, space, rest = self.catalogue, blocks[0][:SPACE_BYTES], sum(sizes)
+        over = catalogue.reserve(space, rest)
+        if over:
+            raise OverQuota(over, self.name)
+        try:
+            drafts = self.backend.reserve_all(blocks, sizes)
+            rest -= sum(sizes[: len(drafts)])
+        finally:
+            if rest:
+                catalogue.unreserve(space, rest)
+        return drafts
+
+    def discard(self, draft: Draft) -> None:
+        draft.discard()
+        self.catalogue.unreserve(draft.block[:SPACE_BYTES], len(draft.view))
+
     def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+        blocks, sizes = [draft.block for draft in drafts], [len(draft.view) for draft in drafts]
         with self._lock:
-            leases = self.backend.commit_all(drafts)
-            for draft, lease in zip(drafts, leases, strict=True):
-                self.catalogue.add(draft.block, len(lease.view))
-                self._stay(draft.block)
+            try:
+                leases = self.backend.commit_all(drafts)
+            except BackendFailed:
+                self.catalogue.unreserve(blocks[0][:SPACE_BYTES], sum(sizes))
+                raise
+            self.catalogue.add_reserved(blocks, sizes)
+            if self._leaving:
+                for block in blocks:
+                    self._stay(block)
         return [MemoryLease(lease.place, lease) for lease in leases]
 
     def leave(self, needed: int) -> list[bytes]:

@@ -408,7 +408,7 @@ class SharedRead:
         current = attempt == self._attempt and not self._done
         if record is None or not current or self._cancelled:
             if draft is not None:
-                draft.discard()
+                self._memory.discard(draft)
             if current and self._cancelled:
                 self._finish()
             elif current:

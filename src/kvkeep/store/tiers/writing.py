@@ -231,7 +231,7 @@ class StoreRequest:
             self._error = error  # the blocks before this one are kept
         finally:
             for draft in drafts[filled:]:
-                draft.discard()
+                memory.discard(draft)
         drafts = drafts[:filled]
         memory.counters.count(written_bytes=sum(len(draft.view) for draft in drafts))
         leases = memory.commit_all(drafts) if drafts else []

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRoom
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
-from kvkeep.core.keys import BLOCK_ID_BYTES
-from kvkeep.store.backends.base import ALIGNMENT, Listed
+from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
+from kvkeep.store.backends.base import ALIGNMENT, Listed, OverQuota
 from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import segment as at
 from kvkeep.store.backends.shm.lock import SLOTS
@@ -141,19 +141,25 @@ class ShmBackend(InPlaceBackend):
     # -- access in place --------------------------------------------------------------------------
 
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        """64 at most, under one lock.
+        """64 at most, of one namespace, under one lock.
 
         A draft counts as free again if this process dies. There is no room either if the arena has
         as many records as it can.
+
+        Raises:
+            OverQuota: so many bytes would exceed the quota of the namespace.
         """
         self._check_open()
         for block in blocks:
             if len(block) != BLOCK_ID_BYTES:
                 raise InvalidValue(f"a block id has {BLOCK_ID_BYTES} bytes, got {len(block)}")
         blocks, sizes, rows = blocks[:AT_ONCE], sizes[:AT_ONCE], self._rows
+        space = blocks[0][:SPACE_BYTES]
         holds: list[Hold] = []
         try:
             with rows:
+                if over := rows.over_quota(space, sum(sizes)):
+                    raise OverQuota(over, self.describe())
                 enough = len(blocks) <= rows.unused()
                 offset = rows.allocate(sum(map(extent, sizes))) if enough else -1
                 if offset >= 0:

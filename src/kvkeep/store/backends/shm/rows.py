@@ -312,6 +312,7 @@ class ArenaRows:
             self.length[row], self.size[row] = extent(size), size
             self._proof[row] = self._prove(row, block)
             self._busy[row] = 1
+            self.count(block, size)
             words[at.BUSY] += 1
             words[at.LOW] = row + 1
             words[at.HIGH] = max(words[at.HIGH], row + 1)
@@ -353,7 +354,6 @@ class ArenaRows:
         self._recent[published % at.RECENT] = row
         words[at.PUBLISHED] = published
         words[at.RECORDS] += 1
-        self.count(block, self.size[row])
         with self._mutex:
             if self._seen == published - 1:
                 self._seen, self._names[block] = published, draft
@@ -365,7 +365,6 @@ class ArenaRows:
         block = self.id_of(row)
         self.named[row] = 0
         self.words[at.RECORDS] -= 1
-        self.count(block, -self.size[row])
         with self._mutex:
             there = self._names.get(block)
             if there is not None and there[0] == row:
@@ -400,6 +399,7 @@ class ArenaRows:
         words, offsets, lengths = self.words, self._free_offset, self._free_length
         begin, length = self.offset[row], self.length[row]
         self._busy[row] = 0
+        self.count(self.id_of(row), -self.size[row])
         self._proof[row] = -1
         words[at.BUSY] -= 1
         words[at.LOW] = min(words[at.LOW], row)
@@ -592,7 +592,10 @@ class ArenaRows:
         return self._quotas.get(space, -1)
 
     def over_quota(self, space: bytes, more: int) -> int:
-        """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits."""
+        """Return the bytes to evict from a namespace before ``more`` are added; -1: never fits.
+
+        Drafts count, and deleted records that are still held.
+        """
         where = self._quota_at(space)
         if where < 0:
             return 0
@@ -629,7 +632,7 @@ class ArenaRows:
 
     def _bytes_in(self, space: bytes) -> int:
         high = self.words[at.HIGH]
-        mine = self.in_space(space, high) & (np.asarray(self.named)[:high] != 0)
+        mine = self.in_space(space, high) & (np.frombuffer(self._busy, np.uint8)[:high] != 0)
         return int(np.asarray(self.size)[:high][mine].sum())
 
     # --- counting anew ---------------------------------------------------------------------------
