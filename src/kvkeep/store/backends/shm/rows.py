@@ -680,7 +680,7 @@ class ArenaRows:
         used = np.asarray(self.used)
         np.minimum(used, now(), out=used)
         words[at.BUSY] = len(valid)
-        words[at.RECORDS] = np.count_nonzero(np.asarray(self.named)[valid])
+        words[at.RECORDS] = int(np.count_nonzero(np.asarray(self.named)[valid]))
         words[at.LOW], words[at.HIGH] = 0, max(valid, default=-1) + 1
         self._tile(valid)
         for number in range(min(words[at.QUOTA_COUNT], at.QUOTAS)):
