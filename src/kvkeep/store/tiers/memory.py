@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.store.backends.buffers import SpareBuffers
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["HostMemory", "MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["HostMemory", "MemorySpec", "MemoryTier"]
 
 _TRIES: Final = 72  # to make room that other threads use meanwhile; more than threads that may
 
@@ -44,44 +43,6 @@ class MemorySpec:
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
-
-
-class MemoryLease:
-    """A record in use: leased from memory, or in a separate buffer.
-
-    ``payload``, the raw KV, must not be written to. Only the header before it is written, by the
-    thread that writes the record to a tier.
-    """
-
-    __slots__ = ("_buffers", "_lease", "record")
-
-    def __init__(
-        self,
-        record: memoryview,
-        lease: Lease | None = None,
-        buffers: SpareBuffers | None = None,
-    ) -> None:
-        self.record = record
-        self._lease = lease
-        self._buffers = buffers
-
-    @property
-    def payload(self) -> memoryview:
-        """The raw KV behind the header."""
-        return self.record[HEADER_BYTES:]
-
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of memory, None for a buffer."""
-        return self._lease
-
-    def release(self) -> None:
-        """End the use of the record; a buffer is given back to ``buffers``."""
-        if self._lease is not None:
-            self._lease.release()
-        if self._buffers is not None:
-            buffers, self._buffers = self._buffers, None
-            buffers.give_back(self.record)
 
 
 class _Order(Protocol):
@@ -132,22 +93,22 @@ class HostMemory(ABC):
     @abstractmethod
     def __contains__(self, block: object) -> bool: ...
 
-    def lease(self, block: bytes) -> MemoryLease | None:
+    def lease(self, block: bytes) -> Lease | None:
         """Return access to the record of ``block``, None if it is not here."""
         leases = self.lease_all([block])
         return leases[0] if leases else None
 
-    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
+    def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
         """`lease` leading ``blocks``, up to the first that is not here."""
         with self._faults:
             if self.catalogue.ttl is not None:
                 blocks = list(takewhile(self.__contains__, blocks))
-            return [MemoryLease(lease.place, lease) for lease in self.backend.lease_all(blocks)]
+            return self.backend.lease_all(blocks)
         return []
 
-    def release_all(self, leases: Sequence[MemoryLease]) -> None:
+    def release_all(self, leases: Sequence[Lease]) -> None:
         """Release ``leases``."""
-        self.backend.release_all([lease.lease for lease in leases if lease.lease is not None])
+        self.backend.release_all(leases)
 
     def absent(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are not here."""
@@ -203,7 +164,7 @@ class HostMemory(ABC):
         draft.discard()
 
     @abstractmethod
-    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
         """Make the records of ``drafts`` findable, and return access to them.
 
         Empty if memory of the node failed; that is counted.
@@ -212,7 +173,7 @@ class HostMemory(ABC):
             BackendFailed: the memory was closed.
         """
 
-    def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
+    def commit(self, draft: Draft, block: bytes) -> Lease | None:
         """`commit_all` of the draft of ``block``; None if memory of the node failed."""
         assert draft.block == block
         leases = self.commit_all([draft])
@@ -327,7 +288,7 @@ class MemoryTier(HostMemory):
         draft.discard()
         self.catalogue.unreserve(draft.block[:SPACE_BYTES], len(draft.view))
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
         blocks, sizes = [draft.block for draft in drafts], [len(draft.view) for draft in drafts]
         with self._lock:
             try:
@@ -339,7 +300,7 @@ class MemoryTier(HostMemory):
             if self._leaving:
                 for block in blocks:
                     self._stay(block)
-        return [MemoryLease(lease.place, lease) for lease in leases]
+        return leases
 
     def leave(self, needed: int) -> list[bytes]:
         old: list[bytes] = []

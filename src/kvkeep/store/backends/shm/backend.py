@@ -217,23 +217,23 @@ class ShmBackend(InPlaceBackend):
             for start in range(0, len(drafts), AT_ONCE):
                 with rows:
                     for draft in drafts[start : start + AT_ONCE]:
-                        rows.name(draft.record)
+                        rows.name(draft.hold)
                         if not lease:
-                            rows.end_hold(draft.record)
+                            rows.end_hold(draft.hold)
         except BackendFailed:
-            rows.release([draft.record for draft in drafts])
+            rows.release([draft.hold for draft in drafts])
             raise
-        return [Lease(self, draft.record, draft.view) for draft in drafts if lease]
+        return [Lease(self, draft.hold, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
         draft.pending = False
-        self._rows.release([draft.record])
+        self._rows.release([draft.hold])
 
     def release_all(self, leases: Sequence[Lease]) -> None:
         """Cost: a lock for 64."""
-        holds = [lease.record for lease in leases if lease.record is not None]
+        holds = [lease.hold for lease in leases if lease.hold is not None]
         for lease in leases:
-            lease.record = None
+            lease.hold = None
         if holds:
             self._rows.release(holds)
 
