@@ -102,7 +102,7 @@ def measured(  # noqa: PLR0917 - the arguments of a process
 
             def alone(leases: list[Lease] = leases, move: Move = move) -> None:
                 for at, lease in enumerate(leases):
-                    move(at, lease.place[HEADER_BYTES:])
+                    move(at, lease.record[HEADER_BYTES:])
 
             times["blocks"].append(seconds(alone, clock))
             backend.release_all(leases)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -161,6 +164,35 @@ def test_a_tenant_over_its_quota_pays_with_its_own_blocks() -> None:
         assert get(store, range(360, 400), tenant="small") == 40
         assert get(store, range(200), tenant="large") == 200
         assert store.put(range(4), _kv(store), tenant="unknown").tokens == 4  # no quota: not zero
+        store.check()
+
+
+@pytest.mark.parametrize("memory", ["memory://4MiB", "shm://4MiB?dir={}"])
+def test_a_quota_of_memory_is_never_passed_by_many_who_put(memory: str, tmp_path: Path) -> None:
+    """The only tenant's blocks are all that memory has, and are counted while threads put."""
+    record, most, stop = 128 + 4 * GQA.bytes_per_token, list[int](), threading.Event()
+    interval = sys.getswitchinterval()
+    with open_store(memory.format(tmp_path), quotas={"small": 10 * record}) as store:
+
+        def puts(first: int) -> None:
+            while not stop.is_set():
+                put(store, range(first, first + 32), tenant="small")
+                first += 1000
+
+        threads = [threading.Thread(target=puts, args=(100_000_000 * at,)) for at in range(6)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                most.append(store.stats().tiers[0].blocks or 0)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(interval)
+        assert 5 <= max(most) <= 10
         store.check()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvkeep.core.errors import IllegalStep, InvalidValue
 from kvkeep.store import BlockStore
-from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.tiers import PassThrough
+from kvkeep.store.tiers.buffer import SpareBuffers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ from tier_bench import PAGE, RAW, Bench, above, checked, content, get, name, put
 from kvkeep.core.errors import IllegalStep
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import KVStore
-from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec, tiered
+from kvkeep.store.tiers.buffer import SpareBuffers
 from kvkeep.store.tiers.reading import SharedRead
 from kvkeep.store.tiers.tiering import Planner
 

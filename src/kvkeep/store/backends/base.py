@@ -12,10 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from kvkeep.core.errors import OutOfRoom
+
 if TYPE_CHECKING:
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["ALIGNMENT", "Backend", "Listed", "Room"]
+__all__ = ["ALIGNMENT", "Backend", "Listed", "OverQuota", "Room"]
 
 ALIGNMENT = 4096
 """Bytes. Every buffer passed to a backend starts at a multiple of `ALIGNMENT` and may be read or
@@ -32,6 +34,13 @@ class Listed(NamedTuple):
     block: bytes
     size: int
     used: float
+
+
+class OverQuota(OutOfRoom):
+    """A namespace has no room for more below its quota.
+
+    ``needed`` is the bytes of it to free first; -1: that would not be enough.
+    """
 
 
 class Backend(ABC):

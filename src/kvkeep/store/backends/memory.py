@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -22,29 +22,36 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "InPlaceBackend", "Lease", "MemoryBackend"]
 
 
+class _Releases(Protocol):
+    def release_all(self, leases: Sequence[Lease]) -> None: ...
+
+
 class Lease:
-    """Read access to a record in place, until `release`; a context manager.
+    """Access to a record in place, until `release`; a context manager.
 
     Until then its bytes do not change, even if the block is deleted or replaced. After `release`
     other records reuse the memory: do not read ``view``, or an array made of it, any more.
 
     Attributes:
-        view: the record, read-only and aligned.
-        place: the same bytes, writable, for an owner that changes only bytes no reader uses.
-        record: by what the backend knows the record; None after `release`.
+        record: the record, aligned; writable for an owner that changes only bytes no reader uses.
+        hold: by what the owner knows the record; None after `release`.
     """
 
-    __slots__ = ("_backend", "place", "record", "view")
+    __slots__ = ("_owner", "hold", "record")
 
-    def __init__(self, backend: InPlaceBackend, record: Any, place: memoryview) -> None:
-        self._backend = backend
+    def __init__(self, owner: _Releases, hold: Any, record: memoryview) -> None:
+        self._owner = owner
+        self.hold = hold
         self.record = record
-        self.place = place
-        self.view = place.toreadonly()
+
+    @property
+    def view(self) -> memoryview:
+        """The record, read-only."""
+        return self.record.toreadonly()
 
     def release(self) -> None:
         """End the access. A second call does nothing."""
-        self._backend.release_all([self])
+        self._owner.release_all([self])
 
     def __enter__(self) -> Self:
         return self
@@ -61,18 +68,16 @@ class Draft:
 
     Attributes:
         block: where the record will be found.
-        record: by what the backend knows the record.
+        hold: by what the backend knows the record.
         pending: whether it was neither committed nor discarded yet.
     """
 
-    __slots__ = ("_backend", "block", "pending", "record", "view")
+    __slots__ = ("_backend", "block", "hold", "pending", "view")
 
-    def __init__(
-        self, backend: InPlaceBackend, block: bytes, record: Any, view: memoryview
-    ) -> None:
+    def __init__(self, backend: InPlaceBackend, block: bytes, hold: Any, view: memoryview) -> None:
         self._backend = backend
         self.block = block
-        self.record = record
+        self.hold = hold
         self.pending = True
         self.view = view
 
@@ -177,8 +182,8 @@ class InPlaceBackend(Backend):
         if lease is None:
             return None
         with lease:
-            target = room(lease.view.nbytes)
-            _copy(lease.view, target)
+            target = room(lease.record.nbytes)
+            _copy(lease.record, target)
             return target
 
 
@@ -275,7 +280,7 @@ class MemoryBackend(InPlaceBackend):
             if self._closed:
                 for draft in drafts:
                     self._end_draft(draft)
-                    self._free(draft.record)
+                    self._free(draft.hold)
                 self._check_open()
             now = time.time()
             for draft in drafts:
@@ -285,7 +290,7 @@ class MemoryBackend(InPlaceBackend):
                 self._records[draft.block] = record  # `contains` must not miss it at any instant
                 if older is not None:
                     self._unname(older)
-            return [self._lease(draft.record, draft.view) for draft in drafts if lease]
+            return [self._lease(draft.hold, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
         with self._lock:
@@ -306,7 +311,7 @@ class MemoryBackend(InPlaceBackend):
     def release_all(self, leases: Sequence[Lease]) -> None:
         with self._lock:
             for lease in leases:
-                record, lease.record = lease.record, None
+                record, lease.hold = lease.hold, None
                 if record is not None:
                     record.leases -= 1
                     if not record.leases:
@@ -403,7 +408,7 @@ class MemoryBackend(InPlaceBackend):
 
     def _end_draft(self, draft: Draft) -> _Record:
         draft.pending = False
-        record: _Record = draft.record
+        record: _Record = draft.hold
         self._drafted -= self.arena.extent(record.size)
         return record
 

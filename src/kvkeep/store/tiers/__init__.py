@@ -17,7 +17,6 @@ conversations.py  follows conversations, for policies that order by their return
 One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
-front.py         opens one of both
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces

@@ -1,14 +1,24 @@
-"""The buffer in front of the tiers, where no memory is given; and the warning that it is small."""
+"""The buffer in front of the tiers, where no memory is given; and buffers of single records."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from kvkeep.core.geometry.units import format_bytes
+from kvkeep.store.backends.base import ALIGNMENT
+from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.backends.free_memory import free_memory
 
-__all__ = ["LEAST_BUFFER", "PROMPT_TOKENS", "SmallBuffer", "buffer_bytes"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvkeep.store.backends.memory import Lease
+
+__all__ = ["LEAST_BUFFER", "PROMPT_TOKENS", "SmallBuffer", "SpareBuffers", "buffer_bytes"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 
@@ -63,3 +73,53 @@ class SmallBuffer:
                 why,
                 format_bytes(2 * self._capacity).replace(" ", ""),
             )
+
+
+class SpareBuffers:
+    """Aligned buffers of any size, of which up to ``limit`` bytes are kept when they are unused.
+
+    New memory costs more at its first touch than the copy that fills it, so the buffer that was
+    given back last is taken first: it may still be in a CPU cache.
+
+    Thread safety: all methods. Cost: about a microsecond.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[memoryview]] = {}  # by size
+        self._bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        """Return a writable buffer of ``size`` bytes; its content is undefined."""
+        with self._lock:
+            kept = self._kept.get(size)
+            if kept:
+                self._bytes -= size
+                return kept.pop()
+        return aligned(size)
+
+    def prepare(self, size: int, count: int) -> None:
+        """Have ``count`` buffers of ``size`` bytes ready, all of their memory touched."""
+        new = [aligned(size) for _ in range(min(count, self._limit // size))]
+        for buffer in new:
+            np.frombuffer(buffer, np.uint8)[::ALIGNMENT] = 0  # releases the GIL
+            self.give_back(buffer)
+
+    def release_all(self, leases: Sequence[Lease]) -> None:
+        """Take back the buffers of ``leases``, which `take` returned."""
+        for lease in leases:
+            buffer, lease.hold = lease.hold, None
+            if buffer is not None:
+                self.give_back(buffer)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Keep a buffer of `take` that is not used any more."""
+        size = len(buffer)
+        with self._lock:
+            if self._bytes + size > self._limit:
+                self._kept.clear()  # of other sizes, perhaps
+                self._bytes = 0
+            if size <= self._limit:
+                self._kept.setdefault(size, []).append(buffer)
+                self._bytes += size

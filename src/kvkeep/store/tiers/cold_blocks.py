@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["ColdBlock", "ColdBlocks", "Rows", "ids_of", "rows_of"]
+__all__ = ["ColdBlock", "ColdBlocks", "Rows", "by_use", "ids_of", "rows_of"]
 
 _ROW: Final = struct.Struct(f"<{BLOCK_ID_BYTES}sQdIB")
 _BYTES: Final = _ROW.size
@@ -49,10 +49,16 @@ class ColdBlock(NamedTuple):
     """Never: pinned blocks are not cold."""
 
 
-def rows_of(blocks: Iterable[tuple[bytes, int, float]], round_: int) -> Rows:
-    """Return rows of (block, bytes, last use), which listing ``round_`` found."""
-    packed = [_ROW.pack(*block, hash(block[0]) & 0xFFFFFFFF, round_) for block in blocks]
-    return np.frombuffer(b"".join(packed), _COLUMNS)
+def rows_of(blocks: Iterable[tuple[bytes, int, float]], round_: int, rows: bytearray) -> None:
+    """Append (block, bytes, last use), which listing ``round_`` found, to the bytes of ``rows``."""
+    for block, size, used in blocks:
+        rows += _ROW.pack(block, size, used, hash(block) & 0xFFFFFFFF, round_)
+
+
+def by_use(rows: bytearray) -> Rows:
+    """Return rows in the order of their last use."""
+    columns = np.frombuffer(rows, _COLUMNS)
+    return columns[np.argsort(columns["used"], kind="stable")]
 
 
 def ids_of(rows: Rows) -> list[bytes]:
@@ -65,8 +71,7 @@ class ColdBlocks:
     """Rows of blocks, the oldest first.
 
     They stand in logs. A block that leaves makes a hole. A log with many holes, or one that is full
-    of rows, is moved into a larger one, 4,096 rows at each change, so that no call takes long. What
-    a listing finds stands in logs of its own until its order is known.
+    of rows, is moved into a larger one, 4,096 rows at each change, so that no call takes long.
 
     Thread safety: none; the index calls it under its lock. Memory: 69 bytes a row, 6 to 12 for its
     place in a table, and holes for up to a quarter of the rows; twice that while rows are moved.
@@ -75,22 +80,18 @@ class ColdBlocks:
 
     def __init__(self) -> None:
         self._logs = [_Log(0)]  # oldest first; the rows of the second move to the first
-        self._listed: list[_Log] = []  # the same
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[ColdBlock]:
-        for log in self._every():
+        for log in self._logs:
             yield from log.all()
-
-    def _every(self) -> list[_Log]:
-        return self._logs + self._listed if self._listed else self._logs
 
     def get(self, block: bytes) -> ColdBlock | None:
         """Return the row of ``block``, None if it has none."""
-        for log in self._every():
+        for log in self._logs:
             at = log.find(block)
             if at >= 0:
                 return log.row(at)
@@ -100,29 +101,32 @@ class ColdBlocks:
         """Add ``block``, which has no row, as the newest."""
         log = self._logs[-1]
         if log.lacks(1):
-            log = self._longer(self._logs)
+            log = self._longer()
         log.append(block, size, used, round_)
         self._length += 1
-        self.settle()
+        self._settle()
 
-    def extend(self, rows: Rows) -> None:
-        """Add rows of blocks that have none as the newest, in their order."""
-        self._extend(self._logs, rows)
-        self.settle()
-
-    def _extend(self, logs: list[_Log], rows: Rows) -> None:
-        log = logs[-1] if logs and not logs[-1].lacks(len(rows)) else self._longer(logs, len(rows))
+    def extend(self, rows: Rows, more: int = 0) -> None:
+        """Add rows of blocks that have none as the newest, in their order; ``more`` will follow."""
+        log = self._logs[-1]
+        if log.lacks(len(rows)):
+            log = self._longer(len(rows) + more)
         log.extend(rows)
         self._length += len(rows)
+        self._settle()
 
-    def _longer(self, logs: list[_Log], more: int = 0) -> _Log:
-        """Append a log to ``logs`` that has room for ``more`` rows, and return it."""
-        logs.append(_Log(more + _STEP // 4 + sum(log.live for log in logs) // 2))
-        return logs[-1]
+    def see(self, rows: Rows) -> Rows:
+        """Note that a listing found the blocks of ``rows``; return those that have no row.
+
+        The others keep their places, and get the later time of use.
+        """
+        for log in self._logs:
+            rows = log.see(rows) if log.live else rows
+        return rows
 
     def take(self, block: bytes) -> ColdBlock | None:
         """Remove and return the row of ``block``, None if it has none."""
-        for log in self._every() if self._length else ():
+        for log in self._logs if self._length else ():
             at = log.find(block)
             if at >= 0:
                 return self._take(log, at)
@@ -132,72 +136,21 @@ class ColdBlocks:
         """Return the oldest row, None if there is none."""
         if not self._length:
             return None
-        logs = ((log, log.first()) for log in self._every())
-        return next((log.row(at) for log, at in logs if at >= 0), None)
+        return next((log.row(at) for log in self._logs if (at := log.first()) >= 0), None)
 
     def pop(self) -> ColdBlock | None:
         """Remove and return the oldest row, None if there is none."""
-        for log in self._every() if self._length else ():
+        for log in self._logs if self._length else ():
             at = log.first()
             if at >= 0:
                 return self._take(log, at)
         return None
 
-    def _take(self, log: _Log, at: int) -> ColdBlock | None:
-        row = log.row(at)
-        log.remove(at)
-        self._length -= 1
-        self.settle()
-        return row
-
     def split(self, space: bytes) -> Rows:
         """Remove and return the rows of a namespace."""
-        rows = np.concatenate([log.split(space) for log in self._every()])
+        rows = np.concatenate([log.split(space) for log in self._logs])
         self._length -= len(rows)
         return rows
-
-    def settle(self) -> bool:
-        """Move 4,096 rows, if rows are to be moved; return whether there are more."""
-        if len(self._logs) == 1:
-            log = self._logs[0]
-            if log.count - log.live <= log.live // 4 + _HOLES:
-                return False
-        live = sum(log.live for log in self._logs)
-        return _move(self._logs, live + max(live // 4, min(live, _STEP)))
-
-    # --- listings --------------------------------------------------------------------------------
-
-    def listed(self, rows: Rows) -> Rows:
-        """Take over the rows of different blocks that a listing found; return the new ones.
-
-        Rows that are here keep their places, and get the later time of use.
-        """
-        for log in self._every():
-            rows = log.see(rows) if log.live else rows
-        if len(rows):
-            self._extend(self._listed, rows)
-            self.settle_listed()
-        return rows
-
-    def settle_listed(self) -> bool:
-        """Move 4,096 of the listed rows, if they are in several logs; whether there are more."""
-        if len(self._listed) < 2:
-            return False
-        return _move(self._listed, 2 * sum(log.live for log in self._listed))
-
-    def listed_times(self) -> npt.NDArray[np.float64]:
-        """Return when the rows of a listing were used last, behind `settle_listed`."""
-        return self._listed[0].columns()["used"].copy() if self._listed else np.empty(0)
-
-    def end_listing(self, order: npt.NDArray[np.intp], most: int) -> Rows:
-        """Order the rows of a listing by ``order``, behind all others; return the last ones."""
-        if not self._listed:
-            return np.empty(0, _COLUMNS)
-        (log,), self._listed = self._listed, []
-        log.order = order
-        self._logs.append(log)
-        newest = log.columns()[order[max(0, len(order) - most) :]]
-        return newest[newest["round"] != _HOLE]
 
     def not_listed(self, round_: int) -> list[bytes]:
         """Return the blocks that listing ``round_`` did not find."""
@@ -209,35 +162,47 @@ class ColdBlocks:
 
     def _where(self, right: Any, most: int | None = None) -> list[bytes]:
         blocks: list[bytes] = []
-        for log in self._every():
+        for log in self._logs:
             rows = log.columns()
             blocks += ids_of(rows[right(rows) & (rows["round"] != _HOLE)][:most])
         return blocks[:most]
+
+    def _take(self, log: _Log, at: int) -> ColdBlock:
+        row = log.row(at)
+        log.remove(at)
+        self._length -= 1
+        self._settle()
+        return row
+
+    def _longer(self, more: int = 0) -> _Log:
+        """Append a log that has room for ``more`` rows, and return it."""
+        if not self._length:
+            self._logs.clear()
+        self._logs.append(_Log(more + _STEP // 4 + self._length // 2))
+        return self._logs[-1]
+
+    def _settle(self) -> None:
+        """Move 4,096 rows of the second log to the first, if rows are to be moved."""
+        logs, live = self._logs, self._length
+        if len(logs) == 1 and logs[0].count - live <= live // 4 + _HOLES:
+            return
+        if len(logs) == 1 or logs[0].lacks(min(_STEP, logs[1].live)):
+            logs.insert(0, _Log(live + max(live // 4, min(live, _STEP))))
+        logs[0].extend(logs[1].drain())
+        if not logs[1].live:
+            del logs[1]
 
     def check(self) -> None:
         """Recount everything; an AssertionError is a bug of kvkeep."""
         rows = list(self)
         assert len(rows) == self._length == len({row.block for row in rows})
         assert all(self.get(row.block) == row for row in rows)
-        for log in self._every():
+        for log in self._logs:
             log.check()
 
 
-def _move(logs: list[_Log], room: int) -> bool:
-    """Move 4,096 rows to the first log, which takes ``room`` rows if it has to be a new one.
-
-    Returns whether there are more.
-    """
-    if len(logs) == 1 or logs[0].lacks(min(_STEP, logs[1].live)):
-        logs.insert(0, _Log(room))
-    logs[0].extend(logs[1].drain())
-    if not logs[1].live:
-        del logs[1]
-    return len(logs) > 1
-
-
 class _Log:
-    """Rows in the order in which they came, or in ``order``, and an open-addressed table of them.
+    """Rows in the order in which they came, and an open-addressed table of them.
 
     It takes so many rows, holes included.
     """
@@ -245,16 +210,15 @@ class _Log:
     def __init__(self, room: int) -> None:
         self.live = 0
         self.count = 0  # of rows, holes included
-        self.order: npt.NDArray[np.intp] | None = None
         self._rows = bytearray()
-        self._head = 0  # all before it, in order, are holes
+        self._head = 0  # all before it are holes
         cells = max(64, 1 << (3 * room // 2).bit_length())
         self._table = array("i", bytes(4 * cells))  # row + 1; 0: none
         self._mask = cells - 1
 
     def lacks(self, more: int) -> bool:
-        """Whether there is no room for ``more`` rows; never behind those in `order`."""
-        return self.order is not None or 3 * (self.count + more) > 2 * len(self._table)
+        """Whether there is no room for ``more`` rows."""
+        return 3 * (self.count + more) > 2 * len(self._table)
 
     def columns(self) -> Rows:
         """All rows; while the array lives, no row can be added."""
@@ -330,27 +294,20 @@ class _Log:
 
     def first(self) -> int:
         """Return the number of the first row, -1 if there is none."""
-        order, rows = self.order, self._rows
+        if not self.live:
+            return -1
         for _ in range(_NEAR):
-            if self._head >= self.count:
-                return -1
-            at = self._head if order is None else int(order[self._head])
-            if rows[at * _BYTES + _ROUND_AT]:
-                return at
+            if self._rows[self._head * _BYTES + _ROUND_AT]:
+                return self._head
             self._head += 1
-        rounds = self.columns()["round"]
-        ahead = (rounds if order is None else rounds[order])[self._head :]
-        self._head = self._head + int((ahead != _HOLE).argmax()) if self.live else self.count
-        return self.first()
+        self._head += int((self.columns()["round"][self._head :] != _HOLE).argmax())
+        return self._head
 
     def drain(self) -> Rows:
         """Remove and return 4,096 rows in order, or those that are left."""
-        if self.first() < 0:
-            return np.empty(0, _COLUMNS)
-        begin, self._head = self._head, min(self._head + _STEP, self.count)
-        if self.order is None:
-            return self._remove(np.arange(begin, self._head))
-        return self._remove(self.order[begin : self._head])
+        begin = max(0, self.first())
+        self._head = min(begin + _STEP, self.count)
+        return self._remove(np.arange(begin, self._head))
 
     def split(self, space: bytes) -> Rows:
         """Remove and return the rows of a namespace."""
@@ -374,4 +331,3 @@ class _Log:
         assert len(self._rows) == self.count * _BYTES
         assert sum(map(bool, self._table)) == self.count
         assert self.live == int((self.columns()["round"] != _HOLE).sum())
-        assert self.order is None or len(self.order) == self.count

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.returns import Ended, Wait
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.store.tiers.front import FrontOrder
+    from kvkeep.store.tiers.shared_memory import FrontOrder
 
 __all__ = ["Chain", "Conversation", "Conversations"]
 

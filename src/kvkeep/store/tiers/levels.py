@@ -7,12 +7,13 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
+from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvkeep.store.tiers.front import FrontMemory, FrontOrder
     from kvkeep.store.tiers.loss_log import LossLog
+    from kvkeep.store.tiers.shared_memory import FrontMemory, FrontOrder
     from kvkeep.store.tiers.tier import Tier
     from kvkeep.store.tiers.tiering import Planner
 
@@ -64,7 +65,7 @@ class Levels:
         """Whether a level is known to hold ``block`` with another length of raw KV; no I/O."""
         lease = self.memory.lease(block)
         if lease is not None:
-            length = len(lease.payload)
+            length = len(lease.record) - HEADER_BYTES
             lease.release()
             if length != raw_bytes:
                 return True

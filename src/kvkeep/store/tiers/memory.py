@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvkeep.core.errors import OutOfRoom
+from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.core.eviction import LRU
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.arena import Arena
+from kvkeep.store.backends.base import OverQuota
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.record import HEADER_BYTES
@@ -24,16 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.store.backends.buffers import SpareBuffers
     from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["HostMemory", "MemoryLease", "MemorySpec", "MemoryTier"]
+__all__ = ["HostMemory", "MemorySpec", "MemoryTier"]
 
 _TRIES: Final = 72  # to make room that other threads use meanwhile; more than threads that may
-_RUNS: Final = 8  # that threads may reserve before any of them counts to its namespace's quota
 
 
 @dataclass(slots=True)
@@ -44,44 +43,6 @@ class MemorySpec:
     policy: Callable[[], EvictionPolicy] = LRU
     ttl: float | None = None
     name: str = "memory"
-
-
-class MemoryLease:
-    """A record in use: leased from memory, or in a separate buffer.
-
-    ``payload``, the raw KV, must not be written to. Only the header before it is written, by the
-    thread that writes the record to a tier.
-    """
-
-    __slots__ = ("_buffers", "_lease", "record")
-
-    def __init__(
-        self,
-        record: memoryview,
-        lease: Lease | None = None,
-        buffers: SpareBuffers | None = None,
-    ) -> None:
-        self.record = record
-        self._lease = lease
-        self._buffers = buffers
-
-    @property
-    def payload(self) -> memoryview:
-        """The raw KV behind the header."""
-        return self.record[HEADER_BYTES:]
-
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of memory, None for a buffer."""
-        return self._lease
-
-    def release(self) -> None:
-        """End the use of the record; a buffer is given back to ``buffers``."""
-        if self._lease is not None:
-            self._lease.release()
-        if self._buffers is not None:
-            buffers, self._buffers = self._buffers, None
-            buffers.give_back(self.record)
 
 
 class _Order(Protocol):
@@ -132,22 +93,22 @@ class HostMemory(ABC):
     @abstractmethod
     def __contains__(self, block: object) -> bool: ...
 
-    def lease(self, block: bytes) -> MemoryLease | None:
+    def lease(self, block: bytes) -> Lease | None:
         """Return access to the record of ``block``, None if it is not here."""
         leases = self.lease_all([block])
         return leases[0] if leases else None
 
-    def lease_all(self, blocks: Sequence[bytes]) -> list[MemoryLease]:
+    def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
         """`lease` leading ``blocks``, up to the first that is not here."""
         with self._faults:
             if self.catalogue.ttl is not None:
                 blocks = list(takewhile(self.__contains__, blocks))
-            return [MemoryLease(lease.place, lease) for lease in self.backend.lease_all(blocks)]
+            return self.backend.lease_all(blocks)
         return []
 
-    def release_all(self, leases: Sequence[MemoryLease]) -> None:
+    def release_all(self, leases: Sequence[Lease]) -> None:
         """Release ``leases``."""
-        self.backend.release_all([lease.lease for lease in leases if lease.lease is not None])
+        self.backend.release_all(leases)
 
     def absent(self, blocks: Sequence[bytes]) -> int:
         """Return how many leading ``blocks`` are not here."""
@@ -161,41 +122,49 @@ class HostMemory(ABC):
     def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
         """`reserve` leading ``blocks`` of one namespace; empty if there is no room for the first.
 
-        They are reserved together where no quota is near, else one: a draft counts to the quota
-        when it is committed, and other threads may reserve as many meanwhile.
+        They count to the quota of the namespace until they are committed or discarded, too. Where
+        a quota is near, one is reserved.
         """
-        sizes, space = [HEADER_BYTES + size for size in raw_bytes], blocks[0][:SPACE_BYTES]
-        over_quota = self.catalogue.over_quota
+        sizes = [HEADER_BYTES + size for size in raw_bytes]
         with self._faults:
-            if len(blocks) > 1 and over_quota(space, _RUNS * sum(sizes)):
-                blocks, sizes = blocks[:1], sizes[:1]
-            if len(blocks) == 1 and (over := over_quota(space, sizes[0])):
-                if over > 0:
-                    self._evict(over, space)
-                if over_quota(space, sizes[0]):
-                    return []
-            return self._reserve(blocks, sizes)
+            if not self._making_room.locked():  # else that thread comes first
+                try:
+                    return self._reserve(blocks, sizes)
+                except OutOfRoom:
+                    pass
+            with self._making_room:
+                for _ in range(_TRIES):
+                    try:
+                        return self._reserve(blocks, sizes)
+                    except OverQuota as over:
+                        if len(blocks) > 1:
+                            blocks, sizes = blocks[:1], sizes[:1]
+                        elif over.needed < 0 or not self._evict(
+                            over.needed, blocks[0][:SPACE_BYTES]
+                        ):
+                            break
+                    except OutOfRoom as short:
+                        if short.needed > self.capacity or not self._evict(
+                            short.needed + sum(sizes[1:])
+                        ):
+                            break
         return []
 
     def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        if not self._making_room.locked():  # else that thread comes first
-            try:
-                return self.backend.reserve_all(blocks, sizes)
-            except OutOfRoom:
-                pass
-        with self._making_room:
-            for _ in range(_TRIES):
-                try:
-                    return self.backend.reserve_all(blocks, sizes)
-                except OutOfRoom as short:
-                    if short.needed > self.capacity or not self._evict(
-                        short.needed + sum(sizes[1:])
-                    ):
-                        break
-        return []
+        """`reserve_all` without making room.
+
+        Raises:
+            OverQuota: all of them would exceed the quota of their namespace.
+            OutOfRoom: there is no room for the first.
+        """
+        return self.backend.reserve_all(blocks, sizes)
+
+    def discard(self, draft: Draft) -> None:
+        """Give up a draft that was not committed."""
+        draft.discard()
 
     @abstractmethod
-    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
         """Make the records of ``drafts`` findable, and return access to them.
 
         Empty if memory of the node failed; that is counted.
@@ -204,7 +173,7 @@ class HostMemory(ABC):
             BackendFailed: the memory was closed.
         """
 
-    def commit(self, draft: Draft, block: bytes) -> MemoryLease | None:
+    def commit(self, draft: Draft, block: bytes) -> Lease | None:
         """`commit_all` of the draft of ``block``; None if memory of the node failed."""
         assert draft.block == block
         leases = self.commit_all([draft])
@@ -302,13 +271,36 @@ class MemoryTier(HostMemory):
             return block in self._leaving  # else it is expired, or unknown
         return self.backend.contains(block)
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+        catalogue, space, rest = self.catalogue, blocks[0][:SPACE_BYTES], sum(sizes)
+        over = catalogue.reserve(space, rest)
+        if over:
+            raise OverQuota(over, self.name)
+        try:
+            drafts = self.backend.reserve_all(blocks, sizes)
+            rest -= sum(sizes[: len(drafts)])
+        finally:
+            if rest:
+                catalogue.unreserve(space, rest)
+        return drafts
+
+    def discard(self, draft: Draft) -> None:
+        draft.discard()
+        self.catalogue.unreserve(draft.block[:SPACE_BYTES], len(draft.view))
+
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
+        blocks, sizes = [draft.block for draft in drafts], [len(draft.view) for draft in drafts]
         with self._lock:
-            leases = self.backend.commit_all(drafts)
-            for draft, lease in zip(drafts, leases, strict=True):
-                self.catalogue.add(draft.block, len(lease.view))
-                self._stay(draft.block)
-        return [MemoryLease(lease.place, lease) for lease in leases]
+            try:
+                leases = self.backend.commit_all(drafts)
+            except BackendFailed:
+                self.catalogue.unreserve(blocks[0][:SPACE_BYTES], sum(sizes))
+                raise
+            self.catalogue.add_reserved(blocks, sizes)
+            if self._leaving:
+                for block in blocks:
+                    self._stay(block)
+        return leases
 
     def leave(self, needed: int) -> list[bytes]:
         old: list[bytes] = []

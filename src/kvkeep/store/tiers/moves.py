@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Self
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.core.keys import SPACE_BYTES
+from kvkeep.store.tiers.record import HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvkeep.store.backends.memory import Lease
     from kvkeep.store.tiers.levels import Levels
-    from kvkeep.store.tiers.memory import MemoryLease
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier import Tier
 
@@ -76,7 +77,8 @@ class Moves:
             raise
         operation: Operation | None = None
         try:
-            if lease is not None and tier.knows(block) and tier.fits(block, len(lease.payload)):
+            raw_bytes = 0 if lease is None else len(lease.record) - HEADER_BYTES
+            if lease is not None and tier.knows(block) and tier.fits(block, raw_bytes):
                 tier.counters.count(already=1)
                 then(True)
             elif lease is not None and tier.records.refuses(lease.record):
@@ -95,7 +97,7 @@ class Moves:
         self,
         tier: Tier,
         operation: Operation,
-        lease: MemoryLease | None,
+        lease: Lease | None,
         wait: float | None,
         prompt: TierWrites | None,
     ) -> bool:

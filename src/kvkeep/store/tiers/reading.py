@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.backends.buffers import SpareBuffers
+from kvkeep.store.backends.memory import Lease
 from kvkeep.store.codecs import codec_name
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
-from kvkeep.store.tiers.memory import MemoryLease
+from kvkeep.store.tiers.buffer import SpareBuffers
 from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, origin
 from kvkeep.store.tiers.record_codec import another_length
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.backends.memory import Draft
-    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.moves import Moves
+    from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["ReadRequest", "Reader", "SharedRead"]
@@ -65,7 +65,7 @@ class Reader:
 
     # --- one block -------------------------------------------------------------------------------
 
-    def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | MemoryLease:
+    def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | Lease:
         """Begin to read ``block``, located at ``level``; a lease if memory has it."""
         lease = self._memory.lease(block)
         if lease is not None:
@@ -247,7 +247,7 @@ class SharedRead:
         self._since = time.monotonic()  # requests may wait before `start`
         self._began = False  # whether the attempt runs, not waits for a thread
         self._joined = 0
-        self._lease: MemoryLease | None = None
+        self._lease: Lease | None = None
         self._done = False
         self._queued: Tier | None = None  # whose queue of reads counts this one
 
@@ -281,7 +281,7 @@ class SharedRead:
         with self._changed:
             self._cancelled = True
 
-    def wait(self, until: float | None) -> MemoryLease | None:
+    def wait(self, until: float | None) -> Lease | None:
         """Return the record; None if no tier had it, or none by ``until`` (monotonic seconds)."""
         with self._changed:
             while not self._done:
@@ -408,7 +408,7 @@ class SharedRead:
         current = attempt == self._attempt and not self._done
         if record is None or not current or self._cancelled:
             if draft is not None:
-                draft.discard()
+                self._memory.discard(draft)
             if current and self._cancelled:
                 self._finish()
             elif current:
@@ -416,10 +416,10 @@ class SharedRead:
                 self._read_next()
             return
         self._finish()
-        lease: MemoryLease | None = None
+        lease: Lease | None = None
         try:
             if draft is None:
-                lease = MemoryLease(record, buffers=self._buffers)
+                lease = Lease(self._buffers, record, record)
             else:
                 lease = self._memory.commit(draft, self.block)
         except BackendFailed:
@@ -503,8 +503,8 @@ class ReadRequest:
 
     def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
-        ahead: deque[SharedRead | MemoryLease] = deque()
-        run: Sequence[MemoryLease] = ()
+        ahead: deque[SharedRead | Lease] = deque()
+        run: Sequence[Lease] = ()
         count = 0
         self._mark = self._reader.replacements
         try:
@@ -523,7 +523,7 @@ class ReadRequest:
                 lease = self._await(ahead[0])
                 if lease is None or self._replaced(blocks):
                     break
-                payload = lease.payload
+                payload = lease.record[HEADER_BYTES:]
                 if not self._has_length(blocks[count], payload, self._raw_bytes[count]):
                     break
                 name = self._source(ahead[0])
@@ -552,7 +552,7 @@ class ReadRequest:
 
     def _lease_run(
         self, blocks: Sequence[bytes], levels: Sequence[int], at: int
-    ) -> Sequence[MemoryLease]:
+    ) -> Sequence[Lease]:
         """Lease the blocks from ``at`` on that are in memory, several at once."""
         if levels[at]:
             return ()
@@ -564,14 +564,14 @@ class ReadRequest:
             end += 1
         return self._levels.memory.lease_all(blocks[at:end])
 
-    def _deliver_run(self, blocks: Sequence[bytes], run: Sequence[MemoryLease], at: int) -> int:
+    def _deliver_run(self, blocks: Sequence[bytes], run: Sequence[Lease], at: int) -> int:
         """Deliver blocks from ``at`` on out of memory, and release them.
 
         Return the position of the first that was not delivered. Little is done between two copies:
         these take the caches, so anything else is slow there.
         """
         memory, sink, ends = self._levels.memory, self._sink, self._replaced
-        payloads = [lease.payload for lease in run]
+        payloads = [lease.record[HEADER_BYTES:] for lease in run]
         first, sources, name = at, self._sources, memory.name
         copied: int | None = None
         self._reader.copies.begin()
@@ -609,17 +609,17 @@ class ReadRequest:
         fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
         return max(2, min(_READ_AHEAD, fit))
 
-    def _await(self, started: SharedRead | MemoryLease) -> MemoryLease | None:
+    def _await(self, started: SharedRead | Lease) -> Lease | None:
         if isinstance(started, SharedRead):
             return started.wait(self._until)
         self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
         return started
 
-    def _source(self, started: SharedRead | MemoryLease) -> str:
+    def _source(self, started: SharedRead | Lease) -> str:
         tier = started.source if isinstance(started, SharedRead) else None
         return self._levels.memory.name if tier is None else tier.name
 
-    def _given(self, at: int, lease: MemoryLease, name: str) -> str:
+    def _given(self, at: int, lease: Lease, name: str) -> str:
         """Return the name of the source of block ``at``, and count it if it is exact."""
         made = origin(lease.record)
         if made == EXACT:
@@ -639,7 +639,7 @@ def _never() -> bool:
     return False
 
 
-def _end_read(started: SharedRead | MemoryLease) -> None:
+def _end_read(started: SharedRead | Lease) -> None:
     """Leave a read that `Reader.start` began."""
     if isinstance(started, SharedRead):
         started.leave()

@@ -13,9 +13,9 @@ from kvkeep.core.errors import BackendFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.store.tiers.front import FrontMemory
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
+    from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["Removed", "Remover"]

@@ -1,4 +1,4 @@
-"""`SharedMemoryTier`: one memory for all engines of a node, above all tiers."""
+"""`SharedMemoryTier`: one memory for all engines of a node, above all tiers; opens either kind."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.store.tiers.memory import HostMemory, MemoryLease
+from kvkeep.store.tiers.index import Index
+from kvkeep.store.tiers.memory import HostMemory, MemoryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from kvkeep.store.backends.memory import Draft
+    from kvkeep.store.backends.memory import Draft, Lease
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.backends.shm.rows import Hold
     from kvkeep.store.tiers.counters import TierCounters, TierStats
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.memory import MemorySpec
+    from kvkeep.store.tiers.tier_shares import TenantWeights
 
-__all__ = ["SharedMemoryTier", "SharedOrder"]
+__all__ = ["FrontMemory", "FrontOrder", "SharedMemoryTier", "SharedOrder", "open_front"]
 
 _AT_ONCE: Final = 256
 _LOG = logging.getLogger("kvkeep.tiers")
@@ -66,10 +68,10 @@ class SharedMemoryTier(HostMemory):
         records = self.catalogue.find_all(blocks)
         return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[MemoryLease]:
+    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
         """Cost: one lock for all."""
         with self._faults:
-            return [MemoryLease(lease.place, lease) for lease in self.backend.commit_all(drafts)]
+            return self.backend.commit_all(drafts)
         return []
 
     def leave(self, needed: int) -> list[bytes]:
@@ -144,19 +146,49 @@ class ArenaFaults:
         return True
 
 
-class SharedHolds:
-    """Holds of this process on blocks; they end with it, also by ``kill -9``.
+class SharedOrder:
+    """Which blocks are in the arena, and in which order they are evicted: by their last use.
 
-    If the arena fails, blocks are not held, as if they were unknown.
+    The order, the pins and the quotas are those of all processes. A use is a time in the arena, so
+    recording it takes no lock. Blocks of a prompt are used last to first, so that its end is
+    evicted before its beginning.
 
-    Thread safety: all methods.
+    Thread safety: all methods. Cost: about 0.2 µs a block; pins and their bytes take a pass over
+    the entries of the arena.
+
+    A failure of the arena is counted; then blocks are unknown, not used, and not pinned. Only
+    `set_quota` raises it.
+
+    Arguments:
+        ttl: seconds after its last use that a block expires for this process; None: never.
     """
 
-    def __init__(self, backend: ShmBackend, faults: ArenaFaults) -> None:
-        self._backend = backend
+    policy = "lru"
+
+    def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
+        self.ttl = ttl
         self._faults = faults
-        self._lock = threading.Lock()
-        self._held: dict[bytes, list[Hold]] = {}
+        self._backend = backend
+        self._lock = threading.Lock()  # of `_held`
+        self._held: dict[bytes, list[Hold]] = {}  # by this process; the kernel ends those of others
+
+    def __len__(self) -> int:
+        return len(self._backend)
+
+    def __contains__(self, block: object) -> bool:
+        assert isinstance(block, bytes)
+        record = self.find(block)
+        return record is not None and not self.is_expired(record)
+
+    def find(self, block: bytes) -> Hold | None:
+        """Return the record of ``block``, None if it is unknown."""
+        return self.find_all([block])[0]
+
+    def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
+        """Return `find` of each block."""
+        with self._faults:
+            return self._backend.find_all(blocks)
+        return [None] * len(blocks)
 
     def hold(self, blocks: Iterable[bytes], held: list[bytes]) -> None:
         """Keep ``blocks`` from eviction until `free` was called as often.
@@ -185,50 +217,6 @@ class SharedHolds:
                         del self._held[block]
         if ended:
             self._backend.release_holds(ended)
-
-
-class SharedOrder(SharedHolds):
-    """Which blocks are in the arena, and in which order they are evicted: by their last use.
-
-    The order, the pins and the quotas are those of all processes. A use is a time in the arena, so
-    recording it takes no lock. Blocks of a prompt are used last to first, so that its end is
-    evicted before its beginning.
-
-    Thread safety: all methods. Cost: about 0.2 µs a block; pins and their bytes take a pass over
-    the entries of the arena.
-
-    A failure of the arena is counted; then blocks are unknown, not used, and not pinned. Only
-    `set_quota` raises it.
-
-    Arguments:
-        ttl: seconds after its last use that a block expires for this process; None: never.
-    """
-
-    policy = "lru"
-
-    def __init__(self, backend: ShmBackend, ttl: float | None, faults: ArenaFaults) -> None:
-        self.ttl = ttl
-        super().__init__(backend, faults)
-        self._faults = faults
-        self._backend = backend
-
-    def __len__(self) -> int:
-        return len(self._backend)
-
-    def __contains__(self, block: object) -> bool:
-        assert isinstance(block, bytes)
-        record = self.find(block)
-        return record is not None and not self.is_expired(record)
-
-    def find(self, block: bytes) -> Hold | None:
-        """Return the record of ``block``, None if it is unknown."""
-        return self.find_all([block])[0]
-
-    def find_all(self, blocks: Sequence[bytes]) -> list[Hold | None]:
-        """Return `find` of each block."""
-        with self._faults:
-            return self._backend.find_all(blocks)
-        return [None] * len(blocks)
 
     @property
     def pinned_bytes(self) -> int:
@@ -308,3 +296,23 @@ class SharedOrder(SharedHolds):
         """Let the pins of ``blocks`` be as `pin_ends` returned them; end those it did not."""
         with self._faults:
             self._backend.end_pins({block: ends.get(block, 0.0) for block in blocks})
+
+
+FrontMemory = MemoryTier | SharedMemoryTier
+FrontOrder = Index | SharedOrder
+
+
+def open_front(
+    spec: MemorySpec,
+    losses: LossLog,
+    evicted: Callable[[bytes], None],
+    shares: TenantWeights | None = None,
+) -> FrontMemory:
+    """Return the memory of ``spec``; see `MemoryTier` for the arguments.
+
+    Memory that processes share takes no ``shares``; see `open_tiers`.
+    """
+    if spec.backend.scheme == "memory":
+        return MemoryTier(spec, losses, evicted, shares)
+    assert shares is None
+    return SharedMemoryTier(spec, losses, evicted)

@@ -163,8 +163,6 @@ class Tier:
         self._evicting = evicting
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
         self._making_room = threading.Lock()  # whose holder alone takes what is freed
-        self._quota_lock = threading.Lock()
-        self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
         self._trimming = False
         self._listing = threading.Lock()
         self._listed = False  # whether the backend was listed once
@@ -492,7 +490,7 @@ class Tier:
             if not why and self.indexed:
                 self.catalogue.add(block, size)
         finally:
-            self._free_quota(block, size)
+            self.catalogue.unreserve(block[:SPACE_BYTES], size)
         if not why:
             self._trim_ahead(size)
         return why
@@ -537,28 +535,26 @@ class Tier:
     # --- room ------------------------------------------------------------------------------------
 
     def _reserve_quota(self, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
-        """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
+        """Reserve ``size`` bytes in the quota of the block's namespace; see `Index.reserve`.
 
-        Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
-        whether they fit. Nothing fits while blocks of the namespace are left whose deletion failed:
-        they are not counted any more.
+        Evicts blocks of the namespace if needed. Returns whether they fit. Nothing fits while
+        blocks of the namespace are left whose deletion failed: they are not counted any more.
         """
         space, catalogue = block[:SPACE_BYTES], self.catalogue
-        if catalogue.over_quota(space, size) < 0:
-            return False
-        if catalogue.has_quota(space) and self.states.undeleted(space):
-            self._delete_left(sys.maxsize, space)
-            if self.states.undeleted(space):
+        limit = catalogue.quota(space)
+        if limit is not None:
+            if size > limit:
                 return False
+            if self.states.undeleted(space):
+                self._delete_left(sys.maxsize, space)
+                if self.states.undeleted(space):
+                    return False
         while True:
             over = size
             for _ in range(_TRIES):
-                with self._quota_lock:
-                    coming = self._coming.get(space, 0) + size
-                    over = catalogue.over_quota(space, coming)
-                    if not over:
-                        self._coming[space] = coming
-                        return True
+                over = catalogue.reserve(space, size)
+                if not over:
+                    return True
                 victims = None if over < 0 else self.states.victims(over, space)
                 if not victims:  # also if all that is being written together exceeds the quota
                     break
@@ -566,13 +562,6 @@ class Tier:
                     return False
             if not make_room(over if over > 0 else size):
                 return False
-
-    def _free_quota(self, block: bytes, size: int) -> None:
-        space = block[:SPACE_BYTES]
-        with self._quota_lock:
-            rest = self._coming.pop(space) - size
-            if rest:
-                self._coming[space] = rest
 
     def make_room(self, needed: int) -> bool:
         """Evict until ``needed`` bytes are free; return whether any were freed.

@@ -15,12 +15,12 @@ from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.conversations import Conversations
-from kvkeep.store.tiers.front import open_front
 from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.moves import Moves, left_until
 from kvkeep.store.tiers.reading import Reader, ReadRequest
 from kvkeep.store.tiers.removal import Remover
+from kvkeep.store.tiers.shared_memory import open_front
 from kvkeep.store.tiers.tier import Tier
 from kvkeep.store.tiers.tiering import Inclusive, Planner, TieringPolicy
 from kvkeep.store.tiers.writing import StoreRequest, Written
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
-    from kvkeep.store.tiers.front import FrontOrder
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
     from kvkeep.store.tiers.removal import Removed
+    from kvkeep.store.tiers.shared_memory import FrontOrder
     from kvkeep.store.tiers.tier import TierSpec
     from kvkeep.store.tiers.tier_shares import TenantWeights
 

@@ -15,7 +15,7 @@ from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvkeep.store.tiers.memory import MemoryLease
+    from kvkeep.store.backends.memory import Lease
     from kvkeep.store.tiers.moves import Moves
     from kvkeep.store.tiers.tier import Tier
 
@@ -81,7 +81,7 @@ class StoreRequest:
         self._exact = exact
         self._supersede = supersede
         self._run_exact = True
-        self._leases: Sequence[MemoryLease] = ()  # of the run that is being placed
+        self._leases: Sequence[Lease] = ()  # of the run that is being placed
         self._error: BaseException | None = None  # of ``fill``
         self._full: set[str] = set()  # names of tiers whose queue was full
         self._refused: dict[str, list[bytes]] = {}
@@ -192,11 +192,11 @@ class StoreRequest:
             end += 1
         return blocks[at:end]
 
-    def _usable(self, leases: Sequence[MemoryLease], at: int) -> Sequence[MemoryLease]:
+    def _usable(self, leases: Sequence[Lease], at: int) -> Sequence[Lease]:
         """Return the leading leases of records that need not be replaced, from block ``at`` on."""
         end = 0
         for lease, size in zip(leases, self._raw_bytes[at:], strict=False):
-            if len(lease.payload) != size:
+            if len(lease.record) - HEADER_BYTES != size:
                 break
             if self._run_exact and origin(lease.record) != EXACT:
                 break
@@ -212,7 +212,7 @@ class StoreRequest:
                 below |= tier.serving(run)
         return below
 
-    def _keep(self, run: Sequence[bytes], at: int) -> Sequence[MemoryLease]:
+    def _keep(self, run: Sequence[bytes], at: int) -> Sequence[Lease]:
         """Fill memory for the blocks of ``run``; return leases on those that found room."""
         memory, raw_bytes = self._levels.memory, self._raw_bytes[at : at + len(run)]
         drafts = memory.reserve_all(run, raw_bytes)
@@ -231,7 +231,7 @@ class StoreRequest:
             self._error = error  # the blocks before this one are kept
         finally:
             for draft in drafts[filled:]:
-                draft.discard()
+                memory.discard(draft)
         drafts = drafts[:filled]
         memory.counters.count(written_bytes=sum(len(draft.view) for draft in drafts))
         leases = memory.commit_all(drafts) if drafts else []

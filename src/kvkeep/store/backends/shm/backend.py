@@ -11,8 +11,8 @@ import numpy as np
 
 from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRoom
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
-from kvkeep.core.keys import BLOCK_ID_BYTES
-from kvkeep.store.backends.base import ALIGNMENT, Listed
+from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
+from kvkeep.store.backends.base import ALIGNMENT, Listed, OverQuota
 from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
 from kvkeep.store.backends.shm import segment as at
 from kvkeep.store.backends.shm.lock import SLOTS
@@ -141,19 +141,25 @@ class ShmBackend(InPlaceBackend):
     # -- access in place --------------------------------------------------------------------------
 
     def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        """64 at most, under one lock.
+        """64 at most, of one namespace, under one lock.
 
         A draft counts as free again if this process dies. There is no room either if the arena has
         as many records as it can.
+
+        Raises:
+            OverQuota: so many bytes would exceed the quota of the namespace.
         """
         self._check_open()
         for block in blocks:
             if len(block) != BLOCK_ID_BYTES:
                 raise InvalidValue(f"a block id has {BLOCK_ID_BYTES} bytes, got {len(block)}")
         blocks, sizes, rows = blocks[:AT_ONCE], sizes[:AT_ONCE], self._rows
+        space = blocks[0][:SPACE_BYTES]
         holds: list[Hold] = []
         try:
             with rows:
+                if over := rows.over_quota(space, sum(sizes)):
+                    raise OverQuota(over, self.describe())
                 enough = len(blocks) <= rows.unused()
                 offset = rows.allocate(sum(map(extent, sizes))) if enough else -1
                 if offset >= 0:
@@ -211,23 +217,23 @@ class ShmBackend(InPlaceBackend):
             for start in range(0, len(drafts), AT_ONCE):
                 with rows:
                     for draft in drafts[start : start + AT_ONCE]:
-                        rows.name(draft.record)
+                        rows.name(draft.hold)
                         if not lease:
-                            rows.end_hold(draft.record)
+                            rows.end_hold(draft.hold)
         except BackendFailed:
-            rows.release([draft.record for draft in drafts])
+            rows.release([draft.hold for draft in drafts])
             raise
-        return [Lease(self, draft.record, draft.view) for draft in drafts if lease]
+        return [Lease(self, draft.hold, draft.view) for draft in drafts if lease]
 
     def discard(self, draft: Draft) -> None:
         draft.pending = False
-        self._rows.release([draft.record])
+        self._rows.release([draft.hold])
 
     def release_all(self, leases: Sequence[Lease]) -> None:
         """Cost: a lock for 64."""
-        holds = [lease.record for lease in leases if lease.record is not None]
+        holds = [lease.hold for lease in leases if lease.hold is not None]
         for lease in leases:
-            lease.record = None
+            lease.hold = None
         if holds:
             self._rows.release(holds)
 
