@@ -152,7 +152,7 @@ def test_what_a_backend_raises_is_charged_to_it(
     place.fail("put", error=error)
     assert tier.save(name(0), memoryview(bytearray(PAGE)))
     assert (tier.counters.errors, tier.counters.drops) == (1, 1)
-    assert tier.calls.breaker("write").state == "open"
+    assert tier.stats().breakers["write"] == "open"
     told = [record for record in caplog.records if "put" in record.getMessage()]
     assert level in {record.levelno for record in told}
     assert any(record.exc_info for record in told) == (level == logging.ERROR)

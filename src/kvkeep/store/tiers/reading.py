@@ -351,7 +351,7 @@ class SharedRead:
             tier.note_unread(late="no answer")
             if self._began:
                 part = tier.backend.part(self.block)
-                tier.calls.breaker("read", part).failed(f"no answer in {tier.timeout:g} s")
+                tier.calls.failed("read", part, f"no answer in {tier.timeout:g} s")
             else:  # still waiting for a thread: report the hanging calls that occupy all threads
                 tier.unreadable(self.block)
         self._read_next()

@@ -73,7 +73,7 @@ class TierOptions:
         queue_bytes: of records that may wait to be written; None: most of memory.
         readers, writers: threads.
         breaker_limit: failures in a row of one kind of call that open its circuit breaker.
-        breaker_pause: seconds that it stays open at first; see `kvkeep.store.tiers.breaker`.
+        breaker_pause: seconds that it stays open at first; see `kvkeep.store.tiers.calls`.
     """
 
     policy: Callable[[], EvictionPolicy] = LRU
@@ -105,7 +105,7 @@ class Tier:
 
     `load` and `save` run in the thread that calls them, one of ``reading`` and ``writing``. No
     failure of the backend raises: it is a miss or a drop, counted and logged, and several in a row
-    open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Our bugs do raise.
+    open the circuit breaker of that kind of call (`kvkeep.store.tiers.calls`). Our bugs do raise.
 
     A backend with a budget is *indexed*: its blocks are listed once and tracked from then on. One
     without a budget evicts by its own rules, so it is queried each time. Of a large budget a part
@@ -264,7 +264,7 @@ class Tier:
 
     def _recheck(self, blocks: Sequence[bytes]) -> None:
         for part, here in self.calls.by_part(blocks).items():
-            if not self.calls.breaker("lookup", part).allows():
+            if not self.calls.allowed("lookup", part):
                 continue
             sizes: list[int | None] = []
             with self.calls.to("sizes", "lookup", part):
@@ -461,7 +461,7 @@ class Tier:
                 call.decisive = False  # its success does not show that writing works
             if call.failed:
                 return "write failed"
-            self.calls.breaker("lookup", part).succeeded()
+            self.calls.succeeded("lookup", part)
             if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
                 self.counters.count(already=1)
                 if self.indexed:
@@ -764,7 +764,7 @@ class Tier:
         if not self._listing.acquire(timeout=self.timeout):
             return  # a listing hangs; do not block the caller any longer
         try:
-            if self.calls.breaker("list").allows():
+            if self.calls.allowed("list"):
                 started = time.monotonic()
                 try:
                     gone = self.catalogue.fill(self._fitting())
@@ -842,7 +842,7 @@ class Tier:
         """Record uses, oldest first, in the backend."""
         when = dict(uses)
         for part, here in self.calls.by_part(list(when)).items():
-            if self.calls.breaker("touch", part).allows():
+            if self.calls.allowed("touch", part):
                 with self.calls.to("touch", "touch", part):
                     self.backend.touch(here, [when[block] for block in here])
 
@@ -857,7 +857,7 @@ class Tier:
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
         self._touch(self.catalogue.unnoted())
-        if self.calls.any_blocks("write") or not self.calls.breaker("flush").allows():
+        if self.calls.any_blocks("write") or not self.calls.allowed("flush"):
             return False
         with self.calls.to("flush", "flush") as call:
             self.backend.flush()
@@ -978,7 +978,7 @@ class _Query:
         """Queue the query, unless such calls fail or hang now."""
         tier = self._tier
         allowed = not tier.unreadable(self._blocks[0])
-        if not allowed or not self.calls.breaker("lookup", self._part).allows():
+        if not allowed or not self.calls.allowed("lookup", self._part):
             tier.note_unread()
             self._done.set()
         elif not tier.reading.submit(self._run, given_up=self._done.set):
@@ -1006,7 +1006,7 @@ class _Query:
             tier.note_unread(late="no answer")
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
-                self.calls.breaker("lookup", self._part).failed(why)
+                self.calls.failed("lookup", self._part, why)
             else:
                 tier.unreadable(self._blocks[0])
             return []
