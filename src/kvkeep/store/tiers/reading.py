@@ -464,7 +464,6 @@ class ReadRequest:
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
         self.exact = 0
-        self._writes: PromptWrites | None = None
         self._mark = 0  # the reader's `replacements` at the begin
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
@@ -472,11 +471,21 @@ class ReadRequest:
 
         Tiers that admit a block from this request on get a copy.
         """
-        with PromptWrites(self._reader.moves, blocks) as self._writes:
-            count = self.bring(blocks, levels)
-            for block in self.planner.read(blocks[:count]):
-                self.copy(block)
-            return count
+        count = self.bring(blocks, levels)
+        admitted = self.planner.read(blocks[:count])
+        if admitted:
+            self._copy(blocks, admitted)
+        return count
+
+    def _copy(self, blocks: Sequence[bytes], admitted: Sequence[bytes]) -> None:
+        """Queue the writes of admitted ``blocks`` to tiers that lack them, if memory has them."""
+        with PromptWrites(self._reader.moves, blocks) as prompt:
+            for tier in self._levels.tiers:
+                known = tier.known(admitted)
+                missing = [block for block in admitted if block not in known]
+                missing = [block for block in missing if block in self._levels.memory]
+                if missing:
+                    prompt.write(tier, missing, 0.0)
 
     def bring(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Read ``blocks``, without copies to other tiers; return how many leading ones were read.
@@ -626,13 +635,6 @@ class ReadRequest:
             self.exact += self.exact == at
             return name
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
-
-    def copy(self, block: bytes) -> None:
-        """Queue the writes of a block to tiers that lack it, if memory has it."""
-        assert self._writes is not None
-        for tier in self._levels.tiers:
-            if not tier.knows(block) and block in self._levels.memory:
-                self._writes.write(tier, block, 0.0)
 
 
 def _never() -> bool:

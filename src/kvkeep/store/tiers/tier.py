@@ -6,9 +6,8 @@ import logging
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
@@ -399,105 +398,126 @@ class Tier:
 
     def write(
         self,
-        operation: Operation,
-        record: memoryview,
+        operations: Sequence[Operation],
+        records: Sequence[memoryview],
         prompt: TierWrites | None = None,
-    ) -> bool:
-        """Run a write that was queued in `states`, and end it; see `save`."""
-        why = ""
-        saved = False
-        with nullcontext() if prompt is None else prompt.writing(operation.block):
-            try:
-                if self.states.start(operation):
-                    why = "fault"
-                    why = self.save(operation.block, record, prompt)
-                    saved = not why
-            finally:
-                self.states.end(operation, saved=saved, maybe=why in _MAYBE)
-        return saved
+    ) -> None:
+        """Run writes that were queued in `states`, in order, and end each.
 
-    def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
-        """Write ``record``, raw KV behind room for a header; return the reason of a failure, or "".
-
-        Only the header of ``record`` is changed. A shared backend is queried first: an existing
-        record is not sent again. ``prompt`` are the writes that it belongs to.
+        ``records`` are raw KV behind room for a header, which alone is changed. A shared backend is
+        queried first: an existing record is not sent again. ``prompt`` are the writes that these
+        belong to.
         """
-        if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
-            self.counters.count(already=1)
-            return ""
-        why = "fault"  # kept if `_store` raises
-        try:
-            if prompt is None:
-                why = self._store(block, record, _no_room)
-            elif prompt.stopped(block):
-                why = "no room"
-            else:
-                why = self._store(block, record, partial(prompt.make_room, block))
-        finally:
-            if why:
-                self.dropped(block, why)
-        if not why:
-            self._notes.written(block[:SPACE_BYTES])
-        return why
-
-    def dropped(self, block: bytes, why: str) -> str:
-        """Count and record that ``block`` was not written; return ``why``."""
-        self.counters.count(drops=1, over_budget=int(why == "write budget"))
-        self.losses.note([block], self.name, "dropped", why)
-        return why
-
-    def _store(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
-        """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
-        if self.records.refuses(record):  # callers ask before; nothing gets past this
-            return "lossy"
-        part = self.backend.part(block)
-        if self.calls.blocks("write", part):
-            self.counters.count(skipped_calls=1)
-            return "breaker"
-        if self.backend.shared and not self.states.hides(block):
-            there: list[int | None] = [None]
-            with self.calls.to("sizes", "write", part) as call:
-                there = self.backend.sizes([block])
-                call.decisive = False  # its success does not show that writing works
-            if call.failed:
-                return "write failed"
-            self.calls.succeeded("lookup", part)
-            if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
-                self.counters.count(already=1)
-                if self.indexed:
-                    self.catalogue.add(block, there[0])
-                return ""
+        there = self._stored(operations)
         moved: int | None = None
+        ended = total = 0
         self.writes.begin()
         try:
-            why = self._encode(block, record, make_room)
-            moved = 0 if why else len(record) - HEADER_BYTES
+            for operation, record in zip(operations, records, strict=True):
+                if not self.writing.progress():
+                    break
+                ended += 1
+                total += self._write(operation, record, there, prompt)
+            moved = total
         finally:
             self.writes.end(moved)
-        return why
+            for operation in operations[ended:]:
+                self.dropped([operation.block], "fault" if moved is None else "queue full")
+                self.states.end(operation, saved=False)
+        if total:
+            self._trim_ahead(len(records[0]))
+            for space in {operation.block[:SPACE_BYTES] for operation in operations}:
+                self._notes.written(space)
 
-    def _encode(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
-        encoded = self.records.encode(block, record)
+    def _stored(self, operations: Sequence[Operation]) -> dict[bytes, int | None] | None:
+        """Return the sizes of records that a shared backend has; None if it fails to answer."""
+        there: dict[bytes, int | None] = {}
+        if self.backend.shared:
+            blocks = [operation.block for operation in operations if operation.over is None]
+            for part, here in self.calls.by_part(blocks).items():
+                if self.calls.blocks("write", part):
+                    continue
+                sizes: list[int | None] = []
+                with self.calls.to("sizes", "write", part) as call:
+                    sizes = self.backend.sizes(here)
+                    call.decisive = False  # its success does not show that writing works
+                if call.failed:
+                    return None
+                self.calls.succeeded("lookup", part)
+                there.update(zip(here, sizes, strict=True))
+        return there
+
+    def _write(
+        self,
+        operation: Operation,
+        record: memoryview,
+        there: dict[bytes, int | None] | None,
+        prompt: TierWrites | None,
+    ) -> int:
+        """Run a write and end it; return the bytes of raw KV that were written."""
+        block, raw_bytes = operation.block, len(record) - HEADER_BYTES
+        why, saved, written = "fault", False, 0  # kept if something raises
+        try:
+            size = None if there is None else there.get(block)
+            if not self.states.start(operation):
+                why = ""
+            elif there is None:
+                why = "write failed"
+            elif size is not None and self.records.may_have(raw_bytes, size):
+                self.counters.count(already=1)
+                if self.indexed:
+                    self.catalogue.add(block, size)
+                why, saved = "", True
+            elif prompt is not None and not prompt.start(block):
+                why = "no room"
+            else:
+                why = self._store(block, record, prompt)
+                if not why:
+                    saved, written = True, raw_bytes
+        finally:
+            if why:
+                self.dropped([block], why)
+            self.states.end(operation, saved=saved, maybe=why in _MAYBE)
+            if prompt is not None:
+                prompt.finish(block)
+        return written
+
+    def dropped(self, blocks: Sequence[bytes], why: str) -> None:
+        """Count and record that ``blocks`` were not written."""
+        over_budget = len(blocks) if why == "write budget" else 0
+        self.counters.count(drops=len(blocks), over_budget=over_budget)
+        self.losses.note(blocks, self.name, "dropped", why)
+
+    def refused(self, blocks: Sequence[bytes]) -> None:
+        """Count and record ``blocks`` that the tier does not take: it is full, or fails."""
+        self.dropped(blocks, "breaker" if self.unwritable(blocks) else "queue full")
+
+    def _store(self, block: bytes, record: memoryview, prompt: TierWrites | None) -> str:
+        """Write ``record``; return the reason of a failure, else ""."""
+        if self.calls.blocks("write", self.backend.part(block)):
+            self.counters.count(skipped_calls=1)
+            return "breaker"
+        encoded, bucket = self.records.encode(block, record), self._bucket
         size = len(encoded)
         if size > (self.backend.capacity or size):
             return "no room"  # evicting everything would not make room for it
-        if self._bucket is not None and self._bucket.left() < size:  # before others go for it
+        if bucket is not None and bucket.left() < size:  # before others go for it
             return "write budget"
-        if not self._reserve_quota(block, size, make_room):
+        limited = self.catalogue.has_quota(block[:SPACE_BYTES])
+        if limited and not self._reserve_quota(block, size, prompt):
             return "quota"
         try:
-            if self._bucket is not None and not self._bucket.spend(size):
+            if bucket is not None and not bucket.spend(size):
                 return "write budget"
-            why = self._put(block, encoded, make_room)
+            why = self._put(block, encoded, prompt)
             if not why and self.indexed:
                 self.catalogue.add(block, size)
         finally:
-            self._free_quota(block, size)
-        if not why:
-            self._trim_ahead(size)
+            if limited:
+                self._free_quota(block, size)
         return why
 
-    def _put(self, block: bytes, encoded: memoryview, make_room: Callable[[int], bool]) -> str:
+    def _put(self, block: bytes, encoded: memoryview, prompt: TierWrites | None) -> str:
         """Write ``encoded``, evicting others for it; return the reason of a failure, else ""."""
         if self._making_room.locked():  # another writer evicts: what it frees is not for us
             with self._making_room:
@@ -513,7 +533,8 @@ class Tier:
                     why, needed = self._attempt(block, encoded)
                     if not needed:
                         return why
-            if not make_room(needed):  # without the lock: it waits for other writers
+            # Without the lock: it waits for other writers.
+            if prompt is None or not prompt.make_room(block, needed):
                 return "no room"
             why, needed = self._attempt(block, encoded)
         return why
@@ -536,7 +557,7 @@ class Tier:
 
     # --- room ------------------------------------------------------------------------------------
 
-    def _reserve_quota(self, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
+    def _reserve_quota(self, block: bytes, size: int, prompt: TierWrites | None) -> bool:
         """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
 
         Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
@@ -564,7 +585,7 @@ class Tier:
                     break
                 if not self._evict(victims)[1]:
                     return False
-            if not make_room(over if over > 0 else size):
+            if prompt is None or not prompt.make_room(block, over if over > 0 else size):
                 return False
 
     def _free_quota(self, block: bytes, size: int) -> None:
@@ -900,11 +921,15 @@ class Tier:
             return Loss(self.name, "late", now, "no answer")
         return None
 
-    def unwritable(self, block: bytes) -> bool:
-        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
+    def unwritable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
+        """Return those of ``blocks`` whose writing is pointless now: such calls fail or hang."""
         if self.calls.quiet:
-            return False
-        return self.writers_hang() or self.calls.blocks("write", self.backend.part(block))
+            return ()
+        if self.writers_hang():
+            return blocks
+        if not self.calls.any_blocks("write"):
+            return ()
+        return [block for block in blocks if self.calls.blocks("write", self.backend.part(block))]
 
     def writers_hang(self) -> bool:
         """Whether all writer threads hang in calls of the backend."""
@@ -956,10 +981,6 @@ class Tier:
 
 class _ListFailed(Exception):
     """The backend failed to list its records; counted and logged already."""
-
-
-def _no_room(_needed: int) -> bool:
-    return False
 
 
 class _Query:
