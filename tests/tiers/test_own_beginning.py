@@ -131,7 +131,7 @@ def test_a_quota_of_one_block_is_for_the_first(
     put(store, range(2), wait=20)
     settle(store)
     assert there(tier) == [0]
-    assert tier.knows(name(0))
+    assert tier.known([name(0)])
 
 
 def test_a_block_that_is_written_is_no_victim(

@@ -124,7 +124,8 @@ class BlockStates:
         self._resting: OrderedDict[bytes, Operation] = OrderedDict()  # UNDELETED, REFUSED
         self._cleared: dict[bytes, _Cleared] = {}  # by namespace
         self._clears = 0
-        self._deletions = 0  # ended so far
+        self.deletions = 0
+        """Deletions that have ended: a mark for `learn`; take it before the query."""
         self._deleted: OrderedDict[bytes, int] = OrderedDict()  # block → number of its last one
         self._deleted_before = 0  # the last deletion of any block that is not in `_deleted`
 
@@ -346,14 +347,14 @@ class BlockStates:
         """End deletions; those of ``failed`` may have left their records. See `Deletion`."""
         again: list[tuple[Callable[[bytes], object], bytes]] = []
         with self._changed:
-            self._deletions += 1
+            self.deletions += 1
             for operation in operations:
                 block = operation.block
                 operation.ended = True
                 again += [(begin, block) for begin in operation.again]
                 operation.again = []
                 self._deleted.pop(block, None)
-                self._deleted[block] = self._deletions
+                self._deleted[block] = self.deletions
                 self._catalogue.forget(block)  # a listing may have found it meanwhile
                 if self._busy.get(block) is not operation:
                     continue
@@ -439,10 +440,6 @@ class BlockStates:
             return True
 
     # --- queries ---------------------------------------------------------------------------------
-
-    def before_query(self) -> int:
-        """Return a mark for `learn`; take it before the query to the backend."""
-        return self._deletions
 
     def learn(self, block: bytes, size: int, mark: int) -> None:
         """Add ``block``, which a query begun after ``mark`` found, to the catalogue.

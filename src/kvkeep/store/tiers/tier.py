@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,6 +122,8 @@ class Tier:
 
     Attributes:
         states: what is done with each block now (`BlockStates`).
+        queried: whether the backend must be queried: it may hold blocks that the catalogue lacks.
+        listed: whether the backend was listed once.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Tier:
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
+        self.queried = self.backend.shared or not self.indexed
         self.catalogue = Index(
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
@@ -166,7 +168,7 @@ class Tier:
         self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
         self._trimming = False
         self._listing = threading.Lock()
-        self._listed = False  # whether the backend was listed once
+        self.listed = False
         self._listed_at = 0.0  # monotonic seconds
         self._listing_s = 0.0
         self._expired_at = float("-inf")
@@ -176,21 +178,7 @@ class Tier:
         """Seconds after which a call of the backend counts as failed."""
         return self.backend.timeout
 
-    @property
-    def queried(self) -> bool:
-        """Whether the backend must be queried: it may hold blocks that the catalogue lacks."""
-        return self.backend.shared or not self.indexed
-
     # --- lookups ---------------------------------------------------------------------------------
-
-    def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here; no I/O."""
-        states = self.states
-        return (
-            self.indexed
-            and block in self.catalogue
-            and (states.hides_none or not states.hides(block))
-        )
 
     def fits(self, block: bytes, raw_bytes: int) -> bool:
         """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
@@ -205,9 +193,12 @@ class Tier:
 
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
+        states, catalogue = self.states, self.catalogue
+        if not states.hides_none and states.hides(block):
+            return False
         if self.queried:
-            return not self.states.hides(block) and self.catalogue.expired_at(block) is None
-        return self.knows(block)
+            return catalogue.ttl is None or catalogue.expired_at(block) is None
+        return block in catalogue
 
     def known(self, blocks: Sequence[bytes]) -> set[bytes]:
         """Return those of ``blocks`` that are known to be here; no I/O."""
@@ -216,17 +207,12 @@ class Tier:
             return {block for block in there if not self.states.hides(block)}
         return there
 
-    def serves(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here and can be read now; no I/O."""
-        return self.knows(block) and not self.unreadable(block)
-
     def serving(self, blocks: Sequence[bytes]) -> set[bytes]:
-        """Return those of ``blocks`` of which `serves` is true."""
-        return {block for block in self.known(blocks) if not self.unreadable(block)}
-
-    def may_hold(self, block: bytes) -> bool:
-        """Whether this tier may hold ``block`` although it cannot be queried now."""
-        return self.queried or not self._listed or self.knows(block)
+        """Return those of ``blocks`` that are known to be here and can be read now; no I/O."""
+        there = self.known(blocks)
+        if there and not self.calls.quiet:
+            return {block for block in there if not self.unreadable(block)}
+        return there
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.
@@ -236,7 +222,7 @@ class Tier:
         """
         if not self.queried:
             return self.known(blocks)
-        mark = self.states.before_query()
+        mark = self.states.deletions
         timeout = self.timeout
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
@@ -289,20 +275,20 @@ class Tier:
         moved: int | None = None
         self.reads.begin()
         try:
-            record, failed = self._load(block, raw_bytes, place, part)
-            moved = raw_bytes if record is not None else None if failed else 0
+            record, moved = self._load(block, raw_bytes, place, part)
         finally:
             self.reads.end(moved)
         return record
 
     def _load(
         self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
-    ) -> tuple[memoryview | None, bool]:
-        """Return the record, and whether the backend failed."""
-        known, mark = self.knows(block), self.states.before_query()
-        started = time.monotonic()
+    ) -> tuple[memoryview | None, int | None]:
+        """Return the record, and how many bytes of raw KV were moved; None: the backend failed."""
+        known = self.indexed and self.catalogue.size(block) is not None
+        mark = self.states.deletions
         room = RecordRoom(self.records, raw_bytes, place)
         record: memoryview | None = None
+        started = time.monotonic()
         try:
             with self.calls.to("get", "read", part) as call:
                 record = self.backend.get(block, call.callback(room))
@@ -310,28 +296,24 @@ class Tier:
         except WrongSize as wrong:
             self.counters.count(read_seconds=time.monotonic() - started)
             self._refuse(block, f"another length, or damaged: {wrong}")
-            return None, False
+            return None, 0
         if call.failed:
-            return None, True
-        self.counters.count(read_seconds=time.monotonic() - started)
+            return None, None
+        took = time.monotonic() - started
+        decoded = None if record is None else self._decoded(block, record, raw_bytes, room)
         if record is None:
             if known:
                 self.catalogue.forget(block)
                 self.losses.note([block], self.name, "removed", "gone")
-            self.counters.count(misses=1)
-            return None, False
-        size = len(record)
-        decoded: memoryview | None = None
-        with self._verifying(block):
-            header, codec = self.records.verify(block, record)
-            if header.raw_bytes != raw_bytes:
-                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
-            decoded = self.records.decode(codec, header, record, room)
-        if decoded is not None:
-            if self.indexed:
+            self.counters.count(misses=1, read_seconds=took)
+        elif decoded is None:
+            self.counters.count(read_seconds=took)
+        else:
+            size = len(record)
+            if self.indexed and not known:
                 self.states.learn(block, size, mark)
-            self.counters.count(hits=1, read_bytes=size)
-        return decoded, False
+            self.counters.count(hits=1, read_bytes=size, read_seconds=took)
+        return decoded, 0 if decoded is None else raw_bytes
 
     def fetch(self, block: bytes) -> memoryview | None:
         """Return the decoded record of ``block`` in new memory, to write it to another tier.
@@ -350,27 +332,34 @@ class Tier:
                 call.decisive = record is not None
             moved = 0
             if record is not None:
-                with self._verifying(block, quiet=True):
-                    header, codec = self.records.verify(block, record)
-                    record = self.records.decode_alone(codec, header, record)
-                    moved = len(record) - HEADER_BYTES
-                    return record
+                record = self._decoded(block, record)
+                moved = 0 if record is None else len(record) - HEADER_BYTES
         finally:
             self.reads.end(moved)
-        return None
+        return record
 
-    @contextmanager
-    def _verifying(self, block: bytes, *, quiet: bool = False) -> Iterator[None]:
-        """Turn what is wrong with a record into a miss; ``quiet``: not one that is not for us."""
+    def _decoded(
+        self, block: bytes, record: memoryview, raw_bytes: int = 0, room: RecordRoom | None = None
+    ) -> memoryview | None:
+        """Return ``record`` verified and decoded: in ``room``, or as it is needed below.
+
+        What is wrong with it makes it a miss. A tier below may take what is not for this one.
+        """
         try:
-            yield
+            header, codec = self.records.verify(block, record)
+            if room is None:
+                return self.records.decode_alone(codec, header, record)
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
+            return self.records.decode(codec, header, record, room)
         except NotForUs as other:
-            if not quiet:
+            if room is not None:
                 self._refuse(block, str(other))
         except (OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
         except (BadRecord, Damaged) as damage:
             self.quarantine(block, str(damage))
+        return None
 
     def _refuse(self, block: bytes, reason: str) -> None:
         """Serve an intact record that is not for this tier no more, until it is written anew."""
@@ -773,7 +762,7 @@ class Tier:
 
     def _list_first(self) -> None:
         self.relist()
-        if self._listed:
+        if self.listed:
             self._trimming = True
             self.writing.submit(lambda: self._trim(0), 0)
 
@@ -793,12 +782,12 @@ class Tier:
                     pass  # `fill` took over the blocks listed before the failure, and forgot none
                 else:
                     self.losses.note(gone, self.name, "removed", "gone")
-                    self._listed = True
+                    self.listed = True
                 self._listing_s = time.monotonic() - started
             self._listed_at = time.monotonic()
         finally:
             self._listing.release()
-        if self._listed:
+        if self.listed:
             self.compare()
 
     def _records(self) -> Iterator[Listed]:
@@ -824,7 +813,7 @@ class Tier:
         A reader thread checks this once the backend has been listed or has answered a query.
         """
         self._notes.expect(space)
-        if self._listed:
+        if self.listed:
             self.reading.submit(self.compare)
 
     def compare(self) -> None:
