@@ -356,7 +356,7 @@ def test_clear_says_which_tier_failed(place: FaultyBackend) -> None:
         place.fail("list", "delete")
         assert store.clear().failed == ("faulty",)
         place.heal()
-        store._tiered.tiers[0].calls.breaker("list").succeeded()
+        store._tiered.tiers[0].calls.succeeded("list")
         assert get(store, LONG) == 0
         assert store.clear().complete
         assert list(place.inner.list()) == []
@@ -391,7 +391,7 @@ def test_a_tier_that_cannot_list_serves_nothing_that_was_cleared(
         forgotten(store)
         place.heal()
         assert kind_of(store, LONG) == ("new", 12), "the others stay hidden"
-        store._tiered.tiers[0].calls.breaker("list").succeeded()
+        store._tiered.tiers[0].calls.succeeded("list")
         assert store.clear().complete
         assert get(store, LONG) == 0
         put(store, LONG, wait=True)

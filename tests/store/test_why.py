@@ -138,7 +138,7 @@ def test_a_miss_of_a_tier_that_does_not_answer(how: str) -> None:
             place.hang("get")
         else:
             for _ in range(3):
-                store._tiered.tiers[0].calls.breaker("read").failed("a test")
+                store._tiered.tiers[0].calls.failed("read", "", "a test")
         found = store.get(prompt(8), deadline=0.1 if how == "late" else None)
         place.heal()
         miss = found.miss
@@ -254,12 +254,12 @@ def test_a_tier_that_is_left_alone(tmp_path: Path, after) -> None:
         if after == "restart":
             store._tiered.memory.remove(store._names.of(None).full(prompt(8)))
         for _ in range(3):
-            tier.calls.breaker("read").failed("a test")
+            tier.calls.failed("read", "", "a test")
         if after == "put":
             assert told(store, prompt(12)) == [(8, 12, "faulty", "unavailable", "breaker")]
         else:
             assert told(store, prompt(8)) == [(0, 8, "faulty", "unavailable", "breaker")]
-        tier.calls.breaker("read").succeeded()
+        tier.calls.succeeded("read")
         assert get(store, prompt(8)) == 8
 
 

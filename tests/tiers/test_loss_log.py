@@ -134,7 +134,7 @@ def test_the_queue_was_full(bench: Bench) -> None:
     put(store, range(8))
     place.heal()
     settle(store)
-    lost = [number for number in range(8) if not tier.knows(name(number))]
+    lost = [number for number in range(8) if not tier.known([name(number)])]
     assert lost
     store.memory.remove([name(number) for number in lost])  # as if it had to make room
     for number in lost:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import pytest
-from tier_bench import PAGE, RAW, Bench, content, get, name, put, settle, there, until
+from tier_bench import PAGE, RAW, Bench, content, get, name, put, save, settle, there, until
 
 from kvkeep.core.eviction import LRU
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 from kvkeep.store.tiers.index import Index
+from kvkeep.store.tiers.moves import TierWrites
 from kvkeep.store.tiers.states import BlockStates, Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -102,16 +99,16 @@ def test_a_quota_of_one_block_is_for_the_first(
     tier = store.tiers[0]
     tier.catalogue.set_quota(name(0)[:16], PAGE)
     reserve, attempt, end = Tier._reserve_quota, Tier._attempt, BlockStates.end
+    make_room = TierWrites.make_room
     second, refused = threading.Event(), threading.Event()
 
-    def reserved(self: Tier, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
+    def reserved(self: Tier, block: bytes, size: int, prompt: TierWrites | None) -> bool:
         assert block == name(1) or second.wait(10)
+        return reserve(self, block, size, prompt)
 
-        def noted(needed: int) -> bool:
-            refused.set()
-            return make_room(needed)
-
-        return reserve(self, block, size, noted)
+    def noted(self: TierWrites, block: bytes, needed: int) -> bool:
+        refused.set()
+        return make_room(self, block, needed)
 
     def attempted(self: Tier, block: bytes, encoded: memoryview) -> tuple[str, int]:
         if block == name(1) and fails:
@@ -129,11 +126,12 @@ def test_a_quota_of_one_block_is_for_the_first(
 
     monkeypatch.setattr(Tier, "_reserve_quota", reserved)
     monkeypatch.setattr(Tier, "_attempt", attempted)
+    monkeypatch.setattr(TierWrites, "make_room", noted)
     monkeypatch.setattr(BlockStates, "end", ended)
     put(store, range(2), wait=20)
     settle(store)
     assert there(tier) == [0]
-    assert tier.knows(name(0))
+    assert tier.known([name(0)])
 
 
 def test_a_block_that_is_written_is_no_victim(
@@ -162,7 +160,7 @@ def test_a_hold_outlives_the_record_that_was_held() -> None:
     held: list[bytes] = []
     index.hold([name(0)], held)
     index.forget(name(0))
-    index.hold_ahead(name(0))
+    index.hold_ahead([name(0)])
     index.add(name(0), PAGE)
     index.free(held)
     assert not index.victims(PAGE), "the second hold goes on"
@@ -175,7 +173,7 @@ def test_a_later_block_that_others_need_stays(bench: Bench) -> None:
     tier = bench.tier(bench.disk(8))
     record = memoryview(bytearray(PAGE))
     for number in range(4):
-        assert not tier.save(name(number), record)
+        assert not save(tier, number, record)
     catalogue = tier.catalogue
     catalogue.hold([name(number) for number in (0, 1, 1, 2, 3)], [])
     assert catalogue.pin([name(3)], 60, 8 * PAGE)

@@ -79,6 +79,15 @@ def put(
     return store.write(blocks, [size] * len(blocks), fill, **more)
 
 
+def save(tier: Tier, number: int, record: memoryview) -> str:
+    """Write a block to a tier alone; return why it was dropped, or ""."""
+    operations = tier.states.queue([name(number)], lambda _block, _saved: None)
+    drops = tier.counters.drops
+    tier.write(operations, [record])
+    loss = tier.losses.of(name(number))
+    return "" if tier.counters.drops == drops or loss is None else loss.detail
+
+
 def get(
     store: TieredStore, numbers: Iterable[int], *, space: int = 0, size: int = RAW, **more: Any
 ) -> int:

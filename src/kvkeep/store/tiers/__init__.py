@@ -18,7 +18,7 @@ One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
-calls.py         guards backend calls, turns failures into misses; breaker.py, workers.py
+calls.py         guards backend calls by circuit breakers, turns failures into misses; workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces
 index.py         which blocks it has, and their eviction order; cold_blocks.py: many in little
                  memory; tier_shares.py: fair shares for tenants; two_queues.py: the policy 2q

@@ -3,6 +3,29 @@
 Only what the backend itself raises is translated. An exception raised by kvkeep's own code, even in
 a callback that the backend calls, passes unchanged: it is our bug, not the backend's failure, and
 no circuit breaker is charged for it.
+
+A circuit breaker opens after a few failures in a row, and stops calls for a while: a second at
+first, and twice as long after each failed trial, a minute at most. Then a single trial call is
+allowed; if it succeeds, the breaker closes. If it never returns, another is allowed after the same
+pause. Each kind of call has a separate breaker, because backends fail by kind. A server can answer
+lookups while every read hangs; a directory can be readable and not writable; a bucket can refuse
+deletion. A call that succeeds says nothing about calls of another kind, so it must not close their
+breaker.
+
+    =========  ==================================  =============================================
+    kind       calls of the backend                while the breaker is open
+    =========  ==================================  =============================================
+    lookup     ``sizes``                           no block is found or read there
+    read       ``get``                             no block is found or read there
+    write      ``put``, and ``sizes`` before it    no block is written there
+    delete     ``delete``, ``quarantine``          `Tier.remove` reports a failure
+    list       ``list``                            blocks of other writers are found by lookups
+    touch      ``touch``                           times of use are not recorded there
+    flush      ``flush``                           `Tier.flush` returns False
+    =========  ==================================  =============================================
+
+For each kind, each part of a backend (`kvkeep.store.backends.Backend.part`: a node of a cluster)
+has a separate breaker: a node that is down does not stop the others.
 """
 
 from __future__ import annotations
@@ -10,33 +33,54 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar, get_args
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
-from kvkeep.store.tiers.breaker import KINDS, Breaker
 from kvkeep.store.tiers.loss_log import Loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvkeep.store.backends import Backend
-    from kvkeep.store.tiers.breaker import Kind, State
     from kvkeep.store.tiers.counters import TierCounters
     from kvkeep.store.tiers.loss_log import LossKind
 
 __all__ = ["BackendCall", "BackendCalls"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
+
+Kind = Literal["lookup", "read", "write", "delete", "list", "touch", "flush"]
+"""A kind of call; see the table above."""
+State = Literal["closed", "open", "trying"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _READING: frozenset[Kind | None] = frozenset(("lookup", "read", "list"))
 _SERVING: frozenset[Kind] = frozenset(("lookup", "read", "write"))
 _UNBOUNDED: frozenset[Kind | None] = frozenset(("list", "flush"))
 """Calls whose work grows with what the backend holds: taking long is no failure."""
 _WORST: tuple[State, ...] = ("closed", "trying", "open")
-_MOST_PARTS = 256  # parts of a backend with breakers; cluster nodes come and go
+_LONGEST_PAUSE_S = 60.0
+_MOST_FAILING = 2048  # breakers; nodes of a cluster come and go
 _GONE_S = 120.0  # seconds without a call after which a failed part counts as gone
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class _Breaker:
+    """Failures of one kind of call to one part, since such a call succeeded last."""
+
+    pause: float
+    failures: int = 0
+    until: float | None = None
+    """Open until then, in monotonic seconds; None: too few failures to be open."""
+    trying: bool = False
+
+    @property
+    def state(self) -> State:
+        return "closed" if self.until is None else "trying" if self.trying else "open"
 
 
 class BackendCalls:
@@ -46,13 +90,12 @@ class BackendCalls:
     nothing else in the block. Exceptions of the backend are swallowed and counted: set a default
     result before, and check ``call.failed`` after. `OutOfRoom` is a result and passes.
 
-    Each kind of call to each part of the backend has a `Breaker`, made at first use. One of a
-    failed part that is no longer called, such as a node that left its cluster, is forgotten.
-
-    Thread safety: all methods. Cost: a lookup in a dict.
+    Thread safety: all methods. Cost: below a microsecond, and no lock while no call fails.
 
     Attributes:
-        limit, pause: see `Breaker`; a change applies to breakers made afterwards.
+        limit: failures in a row that open a breaker.
+        pause: seconds that it stays open at first.
+        opened: how often breakers have opened.
         last_failure: time and reason of the last read that failed because of this tier.
     """
 
@@ -63,30 +106,36 @@ class BackendCalls:
         self.backend = backend
         self.limit = limit
         self.pause = pause
+        self.opened = 0
         self.last_failure: Loss | None = None
         self.counters = counters
         self.running: dict[BackendCall, None] = {}
         """Calls that have not returned yet."""
-        self._lock = threading.Lock()  # of adding and forgetting breakers
-        self._breakers: dict[tuple[Kind, str], Breaker] = {}
-        self._ever_opened = False  # until then no breaker need be checked
-        self._opened_before = 0  # `opened` of all forgotten breakers
+        self.to = partial(BackendCall, self)
+        """The guard for one call: its method, and the kind of its breaker, None for no breaker."""
+        self._lock = threading.Lock()  # of `_failing`
+        self._failing: dict[tuple[Kind, str], _Breaker] = {}  # the others are closed
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def to(self, method: str, kind: Kind | None = None, part: str = "") -> BackendCall:
-        """Return the guard for one call of the backend's ``method``.
-
-        ``kind`` selects the circuit breaker, None for calls that have none. Call `allowed` first.
-        """
-        return BackendCall(self, method, kind, part)
-
     def allowed(self, kind: Kind, part: str = "") -> bool:
-        """Whether the breaker lets such a call through now; counts it as skipped if not."""
-        allowed = self.breaker(kind, part).allows()
-        if not allowed:
-            self.counters.count(skipped_calls=1)
-        return allowed
+        """Whether such a call may be made now, perhaps as a trial; counts it as skipped if not.
+
+        Report the outcome if so; `BackendCall` does.
+        """
+        if not self._failing:
+            return True
+        with self._lock:
+            breaker = self._failing.get((kind, part))
+            if breaker is None or breaker.until is None:
+                return True
+            now = time.monotonic()
+            if now >= breaker.until:
+                breaker.trying = True
+                breaker.until = now + breaker.pause  # this trial may hang: then allow another
+                return True
+        self.counters.count(skipped_calls=1)
+        return False
 
     def by_part(self, blocks: Sequence[bytes]) -> dict[str, list[bytes]]:
         """Group ``blocks`` by the part of the backend that holds them."""
@@ -110,90 +159,102 @@ class BackendCalls:
             call.due = now + timeout
             if call.kind == "flush" and now - self.backend.last_progress <= timeout:
                 continue  # slow, but it makes progress
-            why = f"{call.method} takes longer than {timeout:g} s"
-            self.breaker(call.kind, call.part).failed(why)
+            self.failed(call.kind, call.part, f"{call.method} takes longer than {timeout:g} s")
 
     def note_failure(self, what: LossKind, detail: str) -> None:
         """Record time and reason of a read that failed because of this tier."""
         self.last_failure = Loss(self.name, what, time.time(), detail)
 
-    # --- breakers --------------------------------------------------------------------------------
+    # --- outcomes --------------------------------------------------------------------------------
 
-    def breaker(self, kind: Kind, part: str = "") -> Breaker:
-        """Return the breaker of one kind of call to one part of the backend."""
-        breaker = self._breakers.get((kind, part))
-        return breaker if breaker is not None else self._new_breaker(kind, part)
+    def succeeded(self, kind: Kind, part: str = "") -> None:
+        """Record that such a call succeeded."""
+        if not self._failing:
+            return
+        with self._lock:
+            breaker = self._failing.pop((kind, part), None)
+        if breaker is not None and breaker.until is not None:
+            _LOG.info("tier %s: circuit breaker closed", self._named(kind, part))
+
+    def undecided(self, kind: Kind, part: str = "") -> None:
+        """Record a call that showed neither success nor failure: the next call is the trial."""
+        if not self._failing:
+            return
+        with self._lock:
+            breaker = self._failing.get((kind, part))
+            if breaker is not None and breaker.trying:
+                breaker.trying = False
+                breaker.until = time.monotonic()
+
+    def failed(self, kind: Kind, part: str, why: object) -> None:
+        """Record that such a call failed, or took too long."""
+        with self._lock:
+            now = time.monotonic()
+            breaker = self._failing.get((kind, part))
+            if breaker is None:
+                if len(self._failing) >= _MOST_FAILING:
+                    self._failing.pop(next(iter(self._failing)))
+                breaker = self._failing[kind, part] = _Breaker(self.pause)
+            breaker.failures += 1
+            if breaker.until is not None:
+                if not breaker.trying and now < breaker.until:
+                    return  # a call that began before the breaker opened
+                breaker.pause = min(2 * breaker.pause, _LONGEST_PAUSE_S)
+            elif breaker.failures < self.limit:
+                return
+            breaker.trying = False
+            breaker.until = now + breaker.pause
+            self.opened += 1
+            pause = breaker.pause
+        name = self._named(kind, part)
+        _LOG.warning("tier %s: circuit breaker open for %.0f s: %s", name, pause, why)
+
+    def _named(self, kind: Kind, part: str) -> str:
+        return f"{self.name}: {kind}" + (f" of {part}" if part else "")
+
+    # --- breakers: they start no trial -----------------------------------------------------------
 
     @property
     def quiet(self) -> bool:
-        """Whether no call is running and no breaker ever opened: the fast path of checks."""
-        return not (self.running or self._ever_opened)
+        """Whether no call is running and none failed: the fast path of checks."""
+        return not (self.running or self._failing)
 
     def blocks(self, kind: Kind, part: str = "") -> bool:
-        """Whether such a call is not allowed now; starts no trial."""
-        breaker = self._breakers.get((kind, part)) if self._ever_opened else None
-        return breaker is not None and breaker.blocks
+        """Whether such a call is not allowed now."""
+        breaker = self._failing.get((kind, part)) if self._failing else None
+        until = None if breaker is None else breaker.until
+        return until is not None and time.monotonic() < until
 
     def any_blocks(self, *kinds: Kind) -> bool:
         """Whether any of these kinds of call is not allowed to some part now."""
-        return self._ever_opened and any(
-            breaker.blocks for (kind, _), breaker in list(self._breakers.items()) if kind in kinds
+        return bool(self._failing) and any(
+            kind in kinds and self.blocks(kind, part) for kind, part in list(self._failing)
         )
 
     @property
     def state(self) -> State:
         """The worst state of lookups, reads and writes, without which a tier is of no use."""
-        return _worst(breaker.state for (kind, _), breaker in self._current() if kind in _SERVING)
-
-    @property
-    def opened(self) -> int:
-        """How often breakers have opened."""
-        with self._lock:
-            return self._opened_before + sum(each.opened for each in self._breakers.values())
+        return _worst(state for (kind, _), state in self._states() if kind in _SERVING)
 
     def kinds(self) -> dict[str, str]:
         """Return the worst state of each kind of call, over all parts."""
-        current = self._current()
-        return {
-            kind: _worst(each.state for (of, _), each in current if of == kind) for kind in KINDS
-        }
+        states = self._states()
+        return {kind: _worst(state for (of, _), state in states if of == kind) for kind in _KINDS}
 
     def parts(self) -> dict[str, str]:
         """Return the worst state of each part that has a breaker that is not closed."""
-        states: dict[str, State] = {}
-        for (_, part), breaker in self._current():
-            state = breaker.state
-            if part and state != "closed":
-                states[part] = _worst((state, states.get(part, "closed")))
-        return dict(states)
+        states = [(part, state) for (_, part), state in self._states() if part]
+        failing = {part for part, state in states if state != "closed"}
+        return {part: _worst(state for of, state in states if of == part) for part in failing}
 
-    def _current(self) -> list[tuple[tuple[Kind, str], Breaker]]:
-        """Forget the breakers of parts that are gone; return the others."""
+    def _states(self) -> list[tuple[tuple[Kind, str], State]]:
+        """Return the states of failing calls; forget those of parts that are called no more."""
         with self._lock:
-            for mark, breaker in list(self._breakers.items()):
-                if mark[1] and breaker.unused > _GONE_S:
-                    self._forget(mark)
-            return list(self._breakers.items())
-
-    def _new_breaker(self, kind: Kind, part: str) -> Breaker:
-        name = f"{self.name}: {kind}" + (f" of {part}" if part else "")
-        made = Breaker(name, limit=self.limit, pause=self.pause, opening=self._note_opened)
-        with self._lock:
-            if len(self._breakers) >= _MOST_PARTS * len(KINDS):
-                # Forget half of them at once: closed ones first, then the oldest.
-                marks = sorted(
-                    self._breakers, key=lambda mark: self._breakers[mark].state != "closed"
-                )
-                for mark in marks[: len(marks) // 2]:
-                    self._forget(mark)
-            return self._breakers.setdefault((kind, part), made)
-
-    def _note_opened(self) -> None:
-        self._ever_opened = True
-
-    def _forget(self, mark: tuple[Kind, str]) -> None:
-        """Forget a breaker, under the lock, but keep its count in `opened`."""
-        self._opened_before += self._breakers.pop(mark).opened
+            now = time.monotonic()
+            for mark, breaker in list(self._failing.items()):
+                if mark[1] and breaker.until is not None and now - breaker.until > _GONE_S:
+                    del self._failing[mark]  # a node that left its cluster, say
+            return [(mark, breaker.state) for mark, breaker in self._failing.items()]
 
 
 class BackendCall:
@@ -211,7 +272,9 @@ class BackendCall:
         "decisive", "due", "failed", "kind", "method", "part",
     )  # fmt: skip
 
-    def __init__(self, calls: BackendCalls, method: str, kind: Kind | None, part: str) -> None:
+    def __init__(
+        self, calls: BackendCalls, method: str, kind: Kind | None = None, part: str = ""
+    ) -> None:
         self._calls = calls
         self.method = method
         self.kind = kind
@@ -244,32 +307,31 @@ class BackendCall:
     ) -> bool:
         calls = self._calls
         del calls.running[self]
-        breaker = None if self.kind is None else calls.breaker(self.kind, self.part)
         full = isinstance(error, OutOfRoom) and self.method == "put"
         ours = self._ours
         if error is None or full or ours is not None:
             took, timeout = time.monotonic() - self._started, calls.backend.timeout
-            if breaker is None:
+            if self.kind is None:
                 pass
             elif took > timeout and self.kind not in _UNBOUNDED:
-                breaker.failed(f"{self.method} took {took:.1f} s")
+                calls.failed(self.kind, self.part, f"{self.method} took {took:.1f} s")
             elif error is None and self.decisive:
-                breaker.succeeded()
+                calls.succeeded(self.kind, self.part)
             else:
-                breaker.undecided()
+                calls.undecided(self.kind, self.part)
             if ours is not None and error is not ours:
                 raise ours  # the backend replaced it by an exception of its own type
             return False
         self.failed = True
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            if breaker is not None:
-                breaker.undecided()
+            if self.kind is not None:
+                calls.undecided(self.kind, self.part)
             return False
         calls.counters.count(errors=1)
         if self.kind in _READING:
             calls.note_failure("unavailable", f"{self.method} failed: {error}")
-        if breaker is not None:
-            breaker.failed(f"{self.method}: {error}")
+        if self.kind is not None:
+            calls.failed(self.kind, self.part, f"{self.method}: {error}")
         if isinstance(error, BackendFailed | OSError):
             _LOG.info("tier %s: %s failed: %s", calls.name, self.method, error)
         else:

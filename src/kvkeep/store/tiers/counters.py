@@ -74,7 +74,7 @@ class TierStats:
     they are None, as is ``capacity``, where the backend has no budget. ``queued_bytes`` wait to be
     written. ``breaker`` is the worst circuit breaker state of lookups, reads and writes: "closed"
     (calls are allowed), "trying" or "open". ``breakers`` has the state of each kind of call (see
-    `kvkeep.store.tiers.breaker`), ``parts`` the state of each part of the backend (a node of a
+    `kvkeep.store.tiers.calls`), ``parts`` the state of each part of the backend (a node of a
     cluster) whose breakers are not all closed. ``budget`` is None without a
     write budget, else its ``bytes`` in ``seconds``, and those ``left`` at this moment. ``counters``
     has the fields of `TierCounters`.

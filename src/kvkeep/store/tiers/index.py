@@ -322,11 +322,12 @@ class Index:
         with self._lock:
             held.extend(block for block in blocks if self._hold(block))
 
-    def hold_ahead(self, block: bytes) -> None:
-        """`hold` a block; if it is unknown, from the moment at which it is added."""
+    def hold_ahead(self, blocks: Iterable[bytes]) -> None:
+        """`hold` blocks; those that are unknown from the moment at which they are added."""
         with self._lock:
-            if not self._hold(block):
-                self._ahead[block] = self._ahead.get(block, 0) + 1
+            for block in blocks:
+                if not self._hold(block):
+                    self._ahead[block] = self._ahead.get(block, 0) + 1
 
     def free(self, blocks: Iterable[bytes]) -> None:
         """Undo one hold of each of ``blocks``."""

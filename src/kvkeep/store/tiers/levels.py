@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from itertools import takewhile
+from functools import partial
+from itertools import count, takewhile
+from operator import is_not
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LevelPins", "Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
+_IS_LEVEL = partial(is_not, None)
 _NEVER = Loss("", "never", None, "")
 
 
@@ -54,12 +57,14 @@ class Levels:
 
     def level_of(self, block: bytes) -> int | None:
         """Return the fastest level known to serve ``block`` now, None for none; no I/O."""
-        if block in self.memory:
-            return 0
-        for level, tier in enumerate(self.tiers, start=1):
-            if tier.serves(block):
-                return level
-        return None
+        return self._serving([block])[0]
+
+    def _serving(self, blocks: Sequence[bytes]) -> list[int | None]:
+        """Return `level_of` of each of ``blocks``."""
+        below: dict[bytes, int] = {}
+        for level in range(len(self.tiers), 0, -1):
+            below.update(dict.fromkeys(self.tiers[level - 1].serving(blocks), level))
+        return [0 if block in self.memory else below.get(block) for block in blocks]
 
     def has_another_length(self, block: bytes, raw_bytes: int) -> bool:
         """Whether a level is known to hold ``block`` with another length of raw KV; no I/O."""
@@ -69,13 +74,13 @@ class Levels:
             lease.release()
             if length != raw_bytes:
                 return True
-        return any(tier.knows(block) and not tier.fits(block, raw_bytes) for tier in self.tiers)
+        return any(tier.known([block]) and not tier.fits(block, raw_bytes) for tier in self.tiers)
 
     def holders(self, block: bytes) -> list[int]:
         """Return all levels known to hold ``block``, fastest first; no I/O."""
         levels = [0] if block in self.memory else []
         below = enumerate(self.tiers, start=1)
-        return levels + [level for level, tier in below if tier.knows(block)]
+        return levels + [level for level, tier in below if tier.known([block])]
 
     def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """Return the level of each leading block, up to the first that is missing.
@@ -83,21 +88,13 @@ class Levels:
         Tiers that may hold unknown blocks are queried, until ``until`` (monotonic seconds) at most.
         """
         levels = [0] * self.memory.catalogue.leading(blocks)
-        probed: dict[int, int] = {}  # position → level
-        probes = 0
-        while len(levels) < len(blocks):
+        for part in count():
             at = len(levels)
-            level = self.level_of(blocks[at])
-            if level is None:
-                level = probed.get(at)
-            if level is None:
-                end = at + _PROBES[min(probes, len(_PROBES) - 1)]
-                probes += 1
-                probed |= self._probe(blocks[at:end], at, until)
-                level = probed.get(at)
-            if level is None:
+            some = blocks[at : at + _PROBES[min(part, len(_PROBES) - 1)]]
+            there = self.locate_each(some, until)
+            levels += [level for level in takewhile(_IS_LEVEL, there) if level is not None]
+            if len(levels) < at + len(some) or len(levels) == len(blocks):
                 break
-            levels.append(level)
         for tier in self.tiers:
             if not tier.queried and tier.calls.any_blocks("read", "lookup"):
                 tier.counters.count(skipped_calls=1)
@@ -108,28 +105,17 @@ class Levels:
 
         Each tier is queried once, about all blocks that it may hold and faster ones lack.
         """
-        found = [self.level_of(block) for block in blocks]
-        for level, tier, until_here in self._to_query(until):
-            missing = [at for at, known in enumerate(found) if known is None]
-            if not missing:
-                break
-            here = tier.probe([blocks[at] for at in missing], until_here)
-            for at in missing:
-                if blocks[at] in here:
-                    found[at] = level
-        return found
-
-    def _probe(self, blocks: Sequence[bytes], at: int, until: float | None) -> dict[int, int]:
-        """Query the tiers, fastest first, each about the blocks that faster ones lack."""
-        found: dict[int, int] = {}
-        for level, tier, until_here in self._to_query(until):
-            rest = blocks[len(found) :]
-            here = tier.probe(rest, until_here)
-            for _ in takewhile(here.__contains__, rest):
-                found[at + len(found)] = level
-            if len(found) == len(blocks):
-                break
-        return found
+        levels = self._serving(blocks)
+        if None in levels:
+            for level, tier, until_here in self._to_query(until):
+                missing = [at for at, there in enumerate(levels) if there is None]
+                if not missing:
+                    break
+                here = tier.probe([blocks[at] for at in missing], until_here)
+                for at in missing:
+                    if blocks[at] in here:
+                        levels[at] = level
+        return levels
 
     def _to_query(self, until: float | None) -> Iterator[tuple[int, Tier, float | None]]:
         """Yield the tiers to query, and until when: each leaves time for those behind it."""
@@ -154,15 +140,15 @@ class Levels:
     def _loss(
         self, block: bytes, healthy: list[Tier], failing: list[tuple[Tier, Loss]]
     ) -> Loss | None:
-        if block in self.memory or any(tier.knows(block) for tier in healthy):
+        if block in self.memory or any(tier.known([block]) for tier in healthy):
             return None
         last = self.losses.of(block)
         for tier, trouble in failing:
             if trouble.detail == "breaker" and not tier.unreadable(block):
                 continue  # the breaker of another part of the backend is open
             # A tier that lost the block itself does not have it, whether it answers or not.
-            lost_here = last is not None and last.tier == tier.name and not tier.knows(block)
-            if tier.may_hold(block) and not lost_here:
+            lost_here = last is not None and last.tier == tier.name and not tier.known([block])
+            if (tier.may_have(block) or not tier.listed) and not lost_here:
                 return trouble
         places: tuple[FrontMemory | Tier, ...] = (self.memory, *self.tiers)
         for place in places:

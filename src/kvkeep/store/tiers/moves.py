@@ -5,28 +5,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.tiers.record import HEADER_BYTES
+from kvkeep.store.tiers.record import EXACT, HEADER_BYTES, origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends.memory import Lease
     from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier import Tier
 
 __all__ = ["Moves", "PromptWrites", "TierWrites", "left_until"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
+_PIECE_BLOCKS = 8  # that one writer writes one after another, at most …
+_PIECE_BYTES = 8 << 20  # … and so many bytes, unless it is one block
 _PATIENCE = 0.2  # share of a tier's timeout that the tier above waits for it to take blocks
 
 
-def _nothing(_saved: bool) -> None:
+def _nothing(_block: bytes, _saved: bool) -> None:
     pass
 
 
@@ -51,94 +55,113 @@ class Moves:
     def write(
         self,
         tier: Tier,
-        block: bytes,
-        wait: float | None,
-        then: Callable[[bool], object] = _nothing,
+        blocks: Sequence[bytes],
+        until: float | None,
+        then: Callable[[bytes, bool], object] = _nothing,
         prompt: TierWrites | None = None,
-    ) -> bool:
-        """Queue the write of ``block`` from memory; False if the queue is full or the tier fails.
+    ) -> set[bytes]:
+        """Queue the writes of ``blocks`` from memory; return those that the tier has or will have.
 
-        Waits for room in the queue for at most ``wait`` seconds, None: without limit. ``then`` is
-        called in any case, with whether the tier has the block. KV that is not exact is not queued
-        for an exact tier.
+        Waits for room in the queue until ``until`` (monotonic seconds) at most, None: without
+        limit. From the first block without room on, or that the tier fails to take, none is queued.
+        KV that is not exact is not queued for an exact tier. ``then`` is called for each block in
+        any case, with whether the tier has it.
 
         Raises:
             BackendFailed: the memory was closed.
         """
-
-        def again() -> None:
-            with suppress(BackendFailed):  # the memory was closed; `write` has called `then`
-                self.write(tier, block, 0.0, then)
-
+        coming: set[bytes] = set()
+        at = 0
         try:
-            lease = self.memory.lease(block)
-        except BackendFailed:
-            then(False)
-            raise
-        operation: Operation | None = None
-        try:
-            raw_bytes = 0 if lease is None else len(lease.record) - HEADER_BYTES
-            if lease is not None and tier.knows(block) and tier.fits(block, raw_bytes):
-                tier.counters.count(already=1)
-                then(True)
-            elif lease is not None and tier.records.refuses(lease.record):
-                self.losses.note([block], tier.name, "refused", "lossy")
-                then(False)
-            else:
-                operation = tier.states.queue(block, then, again)
+            while at < len(blocks):
+                leases = self.memory.lease_all(blocks[at:])
+                run = blocks[at : at + max(1, len(leases))]
+                at += len(run)
+                if leases:
+                    coming |= self._write(
+                        tier, dict(zip(run, leases, strict=True)), until, then, prompt
+                    )
+                else:  # evicted from memory meanwhile
+                    known = bool(tier.known(run))
+                    if known:
+                        coming.update(run)
+                    else:
+                        tier.dropped(run, "no time")
+                    then(run[0], known)
         finally:
-            if operation is None and lease is not None:
-                lease.release()
-        if operation is None:
-            return True
-        return self._submit(tier, operation, lease, wait, prompt)
+            for block in blocks[at:]:
+                then(block, False)
+        return coming
 
-    def _submit(
+    def _write(
         self,
         tier: Tier,
-        operation: Operation,
-        lease: Lease | None,
-        wait: float | None,
+        leases: dict[bytes, Lease],
+        until: float | None,
+        then: Callable[[bytes, bool], object],
         prompt: TierWrites | None,
-    ) -> bool:
-        block, index = operation.block, self.memory.catalogue
-        held: list[bytes] = []
-        index.hold([block], held)
-
-        def free() -> None:
-            index.free(held)
-            if lease is not None:
-                lease.release()
-
-        def save() -> None:
-            try:
-                if lease is not None:
-                    tier.write(operation, lease.record, prompt)
-                else:  # evicted from memory meanwhile
-                    saved = tier.knows(block)
-                    if not saved:
-                        tier.dropped(block, "no time")
-                    tier.states.end(operation, saved=saved)
-            finally:
-                free()
-
-        def drop() -> None:
-            self.note_refused(tier, block)
-            free()
-            tier.states.end(operation, saved=False)
-
-        cost = 0 if lease is None else len(lease.record)
-        queued = False
+    ) -> set[bytes]:
+        coming = set(leases)
+        wanted = dict(leases)
+        pieces: list[_Piece] = []
         try:
-            queued = not tier.unwritable(block) and tier.writing.submit(save, cost, wait, drop)
+            known, exact = tier.known([*leases]), tier.codec.exact
+            for block, lease in leases.items():
+                if block in known and tier.fits(block, len(lease.record) - HEADER_BYTES):
+                    tier.counters.count(already=1)
+                elif exact and origin(lease.record) != EXACT:
+                    self.losses.note([block], tier.name, "refused", "lossy")
+                    coming.discard(block)
+                else:
+                    continue
+                del wanted[block]
+                then(block, block in coming)
+            again = partial(self._write_again, tier, then)
+            operations = tier.states.queue(wanted, then, again, held=prompt is not None)
+            pieces = self._pieces(tier, operations, leases, prompt)
+        finally:
+            self.memory.release_all(list(leases.values()))
+        failing = set(tier.unwritable([operation.block for operation in operations]))
+        try:
+            while pieces and failing.isdisjoint(pieces[0].blocks):
+                piece = pieces[0]
+                if not tier.writing.submit(piece.run, piece.cost, left_until(until), piece.drop):
+                    break
+                del pieces[0]
         finally:  # also if Ctrl-C ended the wait
-            if not queued:
-                drop()
-        return queued
+            for piece in pieces:
+                coming.difference_update(piece.blocks)
+                piece.drop()
+        return coming
 
-    def note_refused(self, tier: Tier, block: bytes) -> None:
-        """Count and record a block that ``tier`` does not take: it is full, or fails."""
-        tier.dropped(block, "breaker" if tier.unwritable(block) else "queue full")
+    def _pieces(
+        self,
+        tier: Tier,
+        operations: Sequence[Operation],
+        leases: dict[bytes, Lease],
+        prompt: TierWrites | None,
+    ) -> list[_Piece]:
+        """Divide writes among the writers; ``leases`` of their blocks are taken out."""
+        pieces: list[_Piece] = []
+        most = min(_PIECE_BLOCKS, -(-len(operations) // tier.options.writers))
+        room = min(_PIECE_BYTES, tier.writing.limit // _PIECE_BLOCKS)
+        for operation in operations:
+            lease = leases.pop(operation.block)
+            size = len(lease.record)
+            last = pieces[-1] if pieces else None
+            if last is None or len(last.operations) == most or last.cost + size > room:
+                last = _Piece(self.memory, tier, prompt)
+                pieces.append(last)
+            last.add(operation, lease, size)
+        held: list[bytes] = []
+        self.memory.catalogue.hold([operation.block for operation in operations], held)
+        for piece in pieces:
+            piece.held = held if len(pieces) == 1 else [one for one in held if one in piece.blocks]
+        return pieces
+
+    def _write_again(self, tier: Tier, then: Callable[[bytes, bool], object], block: bytes) -> None:
+        with suppress(BackendFailed):  # the memory was closed; `write` has called `then`
+            self.write(tier, [block], 0.0, then)
 
     def move_up(self, tier: Tier, block: bytes) -> None:
         """Delete ``block`` from ``tier`` because memory has it. Runs in a writer thread.
@@ -175,15 +198,10 @@ class Moves:
             self.losses.note([block], memory.name, "evicted", memory.catalogue.policy)
             self._note_admission(block, refused)
             memory.left(block)
-        elif tier.states.state(block) is None and tier.knows(block):
+        elif tier.states.state(block) is None and tier.known([block]):
             memory.left(block)
         else:
-
-            def moved(saved: bool) -> None:
-                self._count(saved)
-                memory.left(block)
-
-            self.write(tier, block, 0.0, moved)
+            self.write(tier, [block], 0.0, self._moved)
 
     def note_evicted(self, block: bytes) -> None:
         """Record that memory deleted ``block`` at once: lost, unless a tier has it."""
@@ -193,8 +211,8 @@ class Moves:
             return
         tier = self.tiers[target - 1]
         written = tier.states.queued(block, self._count)
-        if not written and not tier.knows(block):
-            self._count(saved=False)
+        if not written and not tier.known([block]):
+            self._count(block, saved=False)
             self.losses.note([block], tier.name, "dropped", "no time")
 
     def copy_down(self, until: float | None) -> bool:
@@ -202,16 +220,16 @@ class Moves:
 
         Waits until ``until`` (monotonic seconds) at most.
         """
-        saved = list[bool]()
+        moved: dict[bytes, bool] = {}
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
             target, _ = self.planner.below(item.block, 0)
             tier = None if target is None else self._target(item.block, target)
             if tier is not None:
-                self.write(tier, item.block, left_until(until), saved.append)
+                self.write(tier, [item.block], until, moved.__setitem__)
         written = [tier.settled(left_until(until)) for tier in self.tiers]
-        return all(written) and all(saved)
+        return all(written) and all(moved.values())
 
     def _target(self, block: bytes, level: int) -> Tier | None:
         """Return the tier, at ``level`` or below, that memory demotes ``block`` to.
@@ -228,12 +246,16 @@ class Moves:
         finally:
             lease.release()
 
-    def _count(self, saved: bool) -> None:
+    def _moved(self, block: bytes, saved: bool) -> None:
+        self._count(block, saved)
+        self.memory.left(block)
+
+    def _count(self, _block: bytes, saved: bool) -> None:
         self.memory.counters.count(demotions=int(saved), demotions_dropped=int(not saved))
 
     def _note_admission(self, block: bytes, level: int | None) -> None:
         """Record that a tier refused ``block``, which it admits after more touches."""
-        if level is not None and not self.tiers[level - 1].knows(block):
+        if level is not None and not self.tiers[level - 1].known([block]):
             self.losses.note([block], self.tiers[level - 1].name, "refused", "admission")
 
     # --- out of a tier ---------------------------------------------------------------------------
@@ -267,13 +289,14 @@ class Moves:
             return None
         target, over = below[0], threading.Event()
 
-        def ended(moved: bool) -> None:
+        def ended(_block: bytes, moved: bool) -> None:
             source.counters.count(demotions=int(moved), demotions_dropped=int(not moved))
             over.set()
 
-        operation = target.states.queue(block, ended)
-        if operation is None:  # it is being written there, or deleted
+        operations = target.states.queue([block], ended)
+        if not operations:  # it is being written there, or deleted
             return None
+        (operation,) = operations
 
         def lost() -> None:
             self.losses.note([block], target.name, "dropped", "no time")
@@ -283,22 +306,63 @@ class Moves:
         if victims.superseded(block) or source.states.hides_space(block):
             target.states.end(operation, saved=False)
             return None
-        if target.knows(block):
+        if target.known([block]):
             target.states.end(operation, saved=True)
             return None
         patience = min(until, time.monotonic() + _PATIENCE * target.timeout)
-        stuck = target.unwritable(block) or target.stuck_for() > _PATIENCE * target.timeout
+        stuck = target.unwritable([block]) or target.stuck_for() > _PATIENCE * target.timeout
         record = None if stuck or time.monotonic() > until else _fetch(source, block)
         if record is None:
             lost()
             return None
         left = max(0.0, patience - time.monotonic())
         if not target.writing.submit(
-            lambda: target.write(operation, record), len(record), left, lost
+            lambda: target.write(operations, [record]), len(record), left, lost
         ):
             lost()
             return None
         return over
+
+
+class _Piece:
+    """Writes of a few blocks to one tier, one after another in one of its writers.
+
+    Memory keeps the blocks until its end. Then each write has ended, too.
+    """
+
+    __slots__ = ("blocks", "cost", "held", "leases", "memory", "operations", "prompt", "tier")
+
+    def __init__(self, memory: FrontMemory, tier: Tier, prompt: TierWrites | None) -> None:
+        self.memory = memory
+        self.tier = tier
+        self.prompt = prompt
+        self.cost = 0
+        self.blocks: dict[bytes, None] = {}
+        self.operations: list[Operation] = []
+        self.leases: list[Lease] = []
+        self.held: list[bytes] = []
+
+    def add(self, operation: Operation, lease: Lease, size: int) -> None:
+        self.blocks[operation.block] = None
+        self.operations.append(operation)
+        self.leases.append(lease)
+        self.cost += size
+
+    def run(self) -> None:
+        try:
+            self.tier.write(self.operations, [lease.record for lease in self.leases], self.prompt)
+        finally:
+            self._free()
+
+    def drop(self) -> None:
+        self.tier.refused([*self.blocks])
+        self._free()
+        for operation in self.operations:
+            self.tier.states.end(operation, saved=False)
+
+    def _free(self) -> None:
+        self.memory.catalogue.free(self.held)
+        self.memory.release_all(self.leases)
 
 
 class PromptWrites:
@@ -322,17 +386,15 @@ class PromptWrites:
         The block may cause demotions, and those evict blocks in any tier.
         """
         for tier in self._moves.tiers:
-            self._of(tier)
+            if tier.name not in self._writes:
+                self._writes[tier.name] = TierWrites(tier, self._blocks)
 
-    def write(self, tier: Tier, block: bytes, wait: float) -> bool:
-        """Queue the write of ``block`` from memory to ``tier``; see `Moves.write`."""
-        writes = self._of(tier)
-        return self._moves.write(tier, block, wait, writes.add(block), writes)
-
-    def _of(self, tier: Tier) -> TierWrites:
-        if tier.name not in self._writes:
-            self._writes[tier.name] = TierWrites(tier, self._blocks)
-        return self._writes[tier.name]
+    def write(self, tier: Tier, blocks: Sequence[bytes], until: float) -> set[bytes]:
+        """Queue the writes of ``blocks`` from memory to ``tier``; see `Moves.write`."""
+        self.begin()
+        writes = self._writes[tier.name]
+        writes.add(blocks)
+        return self._moves.write(tier, blocks, until, writes.ended, writes)
 
     def __enter__(self) -> Self:
         return self
@@ -371,30 +433,25 @@ class TierWrites:
         finally:
             self._held.update(dict.fromkeys(held))
 
-    def add(self, block: bytes) -> Callable[[bool], None]:
-        """Register a write of ``block``; return what is called at its end."""
+    def add(self, blocks: Sequence[bytes]) -> None:
+        """Hold ``blocks``, and register their writes; call `ended` at the end of each."""
         with self._changed:
-            self._added += 1
-            self._unended += 1
-            if block not in self._held:
-                self._held[block] = None
-                self._tier.catalogue.hold_ahead(block)
-        return lambda saved: self._ended(block, saved=saved)
-
-    def _ended(self, block: bytes, *, saved: bool) -> None:
-        if not saved:
-            with self._changed:
-                if self._held.pop(block, block) is None:
-                    self._tier.catalogue.free([block])
-        self.end()
+            self._added += len(blocks)
+            self._unended += len(blocks)
+            new = [block for block in blocks if block not in self._held]
+            self._held.update(dict.fromkeys(new))
+            self._tier.catalogue.hold_ahead(new)
 
     def end(self) -> None:
-        """End one write, or the request; at the last of them, hold nothing any more."""
+        """End the request; at the end of the last write, hold nothing any more."""
         with self._changed:
             self._unended -= 1
-            if self._unended:
-                return
-            held, self._held = self._held, {}
+            over = not self._unended
+        if over:
+            self._free()
+
+    def _free(self) -> None:
+        held, self._held = self._held, {}
         try:
             if self._added > 1:
                 self._tier.reorder(self._blocks)
@@ -403,22 +460,27 @@ class TierWrites:
 
     # --- called by writers -----------------------------------------------------------------------
 
-    @contextmanager
-    def writing(self, block: bytes) -> Iterator[None]:
-        """Write ``block`` in the ``with`` block, to its end in `BlockStates`."""
+    def start(self, block: bytes) -> bool:
+        """Begin a write; False if there was no room for an earlier block, so it is of no use."""
         with self._changed:
             self._running.add(block)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running.discard(block)
-                self._changed.notify_all()
+            return self._stop is None or self._position(block) <= self._stop
 
-    def stopped(self, block: bytes) -> bool:
-        """Whether ``block`` is not to be written: there was no room for an earlier one."""
+    def finish(self, block: bytes) -> None:
+        """End what `start` began; the write has ended in `BlockStates`."""
         with self._changed:
-            return self._stop is not None and self._position(block) > self._stop
+            self._running.discard(block)
+            self._changed.notify_all()
+
+    def ended(self, block: bytes, saved: bool) -> None:
+        """End a write, run or not."""
+        with self._changed:
+            if not saved and self._held.pop(block, block) is None:
+                self._tier.catalogue.free([block])
+            self._unended -= 1
+            over = not self._unended
+        if over:
+            self._free()
 
     def make_room(self, block: bytes, needed: int) -> bool:
         """Evict blocks behind ``block``, last ones first, for ``needed`` bytes; False if too few.
@@ -433,7 +495,11 @@ class TierWrites:
             running = {other for other in self._running if self._position(other) > at}
             self._changed.wait_for(lambda: not running & self._running, self._tier.timeout)
             ended = len(running - self._running) > 0
-            behind = [other for other in self._held if self._position(other) > at]
+            behind = [
+                other
+                for other in self._held
+                if self._position(other) > at and other not in self._running
+            ]
             behind.sort(key=self._position, reverse=True)
         gone = self._tier.give_up(behind, needed)
         with self._changed:

@@ -45,6 +45,7 @@ class Reader:
 
     Attributes:
         copies: learns what copies of blocks out of memory take.
+        replacements: number of replacements so far; see `replaced_since`.
     """
 
     def __init__(self, moves: Moves, copies: LearnedTransfer) -> None:
@@ -56,7 +57,7 @@ class Reader:
         self._lock = threading.Lock()
         self._reads: dict[bytes, SharedRead] = {}
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
-        self._replacements = 0
+        self.replacements = 0
         self._prefetching = Workers("prefetch", 4, 256)
 
     def prepare(self, raw_bytes: int) -> None:
@@ -65,50 +66,64 @@ class Reader:
 
     # --- one block -------------------------------------------------------------------------------
 
-    def start(self, block: bytes, raw_bytes: int, level: int) -> SharedRead | Lease:
-        """Begin to read ``block``, located at ``level``; a lease if memory has it."""
-        lease = self._memory.lease(block)
-        if lease is not None:
-            return lease
-        with self._lock:
-            read = self._reads.get(block)
-            if read is not None and read.join():
-                return read
-            lease = self._memory.lease(block)  # its read may just have ended
-            if lease is not None:
-                return lease
-            read = self._shared_read(block, raw_bytes, level)
-            read.join()
-            self._reads[block] = read
-        read.start()
-        return read
+    def start(
+        self,
+        blocks: Sequence[bytes],
+        raw_bytes: Sequence[int],
+        levels: Sequence[int],
+        started: deque[SharedRead | Lease],
+    ) -> None:
+        """Begin to read ``blocks``, located at ``levels``: append to ``started``.
+
+        A lease if memory has the block.
+        """
+        begun: list[SharedRead] = []
+        try:
+            with self._lock:
+                absent = self._memory.absent(blocks)
+                for at, block in enumerate(blocks):
+                    read = self._reads.get(block)
+                    if read is not None and read.join():
+                        started.append(read)
+                        continue
+                    if at >= absent or read is not None:  # its read may just have ended
+                        lease = self._memory.lease(block)
+                        if lease is not None:
+                            started.append(lease)
+                            continue
+                    read = self._shared_read(block, raw_bytes[at], levels[at])
+                    read.join()
+                    self._reads[block] = read
+                    begun.append(read)
+                    started.append(read)
+        finally:
+            for read in begun:
+                read.start()
 
     def _shared_read(self, block: bytes, raw_bytes: int, level: int) -> SharedRead:
         """Return a new read of ``block``: from the tier at ``level``, then from the others."""
-        tiers = [
-            (number, tier)
-            for number, tier in enumerate(self.levels.tiers, start=1)
-            if tier.may_have(block)
-        ]
-        tiers.sort(key=lambda item: item[0] != level)  # level 0 matches none: fastest first
-        stays = bool(tiers) and self.levels.planner.policy.keeps_reads
+        tiers = self.levels.tiers
+        first = max(0, level - 1)  # level 0: fastest first
         return SharedRead(
-            self._memory, block, raw_bytes, [tier for _, tier in tiers], self._ended,
-            buffers=self._buffers, stays=stays,
+            self._memory, block, raw_bytes,
+            [*tiers[first : first + 1], *tiers[:first], *tiers[first + 1 :]], self._ended,
+            buffers=self._buffers, stays=self.levels.planner.policy.keeps_reads,
         )  # fmt: skip
 
     def _ended(self, read: SharedRead) -> None:
         """Forget an ended ``read``; delete the tier's copy, and demote, if the policy says so."""
-        with self._lock:
-            if self._reads.get(read.block) is not read:
-                return
-            del self._reads[read.block]
         tier, block = read.source, read.block
+        with self._lock:
+            if self._reads.get(block) is not read:
+                return
+            del self._reads[block]
+        if tier is None or not (self.levels.planner.policy.exclusive and read.stays):
+            return
         with suppress(BackendFailed):  # the memory was closed meanwhile
-            if tier is not None and read.stays and block in self._memory:
+            if block in self._memory:
                 # A lossy tier keeps its copy: an exact one would not take it back from memory, and
                 # to encode it again would add to its error.
-                if self.levels.planner.policy.exclusive and tier.codec.exact:
+                if tier.codec.exact:
                     tier.writing.submit(partial(self.moves.move_up, tier, block))
                 self.moves.demote_ahead()
 
@@ -127,24 +142,17 @@ class Reader:
 
     # --- replacements ----------------------------------------------------------------------------
 
-    @property
-    def replacements(self) -> int:
-        """Number of replacements so far; see `replaced_since`."""
-        return self._replacements
-
     def note_replaced(self, blocks: Sequence[bytes]) -> None:
         """Record that ``blocks`` were removed to be written anew with other bytes."""
         with self._lock:
-            self._replacements += 1
-            self._replaced.append((self._replacements, frozenset(blocks)))
+            self.replacements += 1
+            self._replaced.append((self.replacements, frozenset(blocks)))
 
     def replaced_since(self, mark: int, blocks: Sequence[bytes]) -> bool:
         """Whether any of ``blocks`` was replaced since `replacements` was ``mark``."""
-        if mark == self._replacements:
-            return False
         with self._lock:
             newer = [replaced for number, replaced in self._replaced if number > mark]
-            forgotten = self._replacements - mark > len(newer)
+            forgotten = self.replacements - mark > len(newer)
         return forgotten or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
     # --- prefetch --------------------------------------------------------------------------------
@@ -283,23 +291,22 @@ class SharedRead:
 
     def wait(self, until: float | None) -> Lease | None:
         """Return the record; None if no tier had it, or none by ``until`` (monotonic seconds)."""
+        given_up = False
         with self._changed:
             while not self._done:
                 now = time.monotonic()
                 if until is not None and now >= until:
                     return None
-                late = self._late_at()
+                late = self._since + self._tiers[0].timeout if self._tiers else 0.0
                 if now >= late:
                     self._give_up()  # also without tiers: `start` may not have run yet
+                    given_up = True
                     continue
                 self._changed.wait(min(late, until if until is not None else late) - now)
             lease = self._lease
-        self._ended(self)
+        if given_up:
+            self._ended(self)
         return lease
-
-    def _late_at(self) -> float:
-        """Return when the present attempt is given up, under the lock."""
-        return self._since + self._tiers[0].timeout if self._tiers else 0.0
 
     def _unqueue(self) -> None:
         """Wait for no tier any more, under the lock."""
@@ -325,12 +332,15 @@ class SharedRead:
 
     def _read_next(self) -> None:
         """Queue a read in the first tier that accepts it, under the lock; end if none does."""
-        self._unqueue()
+        if self._queued is not None:
+            self._unqueue()
         while self._tiers:
             tier, self._attempt = self._tiers[0], self._attempt + 1
             self._began = False
             self._since = time.monotonic()
-            if tier.unreadable(self.block):  # calls that hang may block the queue
+            if not tier.may_have(self.block):  # it is being deleted, say
+                pass
+            elif tier.unreadable(self.block):  # calls that hang may block the queue
                 tier.note_unread()
             elif tier.reading.submit(
                 partial(self._read, tier, self._attempt),
@@ -351,7 +361,7 @@ class SharedRead:
             tier.note_unread(late="no answer")
             if self._began:
                 part = tier.backend.part(self.block)
-                tier.calls.breaker("read", part).failed(f"no answer in {tier.timeout:g} s")
+                tier.calls.failed("read", part, f"no answer in {tier.timeout:g} s")
             else:  # still waiting for a thread: report the hanging calls that occupy all threads
                 tier.unreadable(self.block)
         self._read_next()
@@ -374,12 +384,11 @@ class SharedRead:
             nonlocal draft
             if self.stays:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
-                    draft = self._memory.reserve(self.block, self.raw_bytes)
-            return (
-                draft.view
-                if draft is not None
-                else self._buffers.take(HEADER_BYTES + self.raw_bytes)
-            )
+                    drafts = self._memory.reserve_all([self.block], [self.raw_bytes])
+                    draft = drafts[0] if drafts else None
+            if draft is not None:
+                return draft.view
+            return self._buffers.take(HEADER_BYTES + self.raw_bytes)
 
         record: memoryview | None = None
         try:
@@ -396,41 +405,37 @@ class SharedRead:
     ) -> None:
         """End an attempt, which has finished or was discarded from the queue."""
         with self._changed:
-            self._take(tier, attempt, record, draft)
+            current = attempt == self._attempt and not self._done
+            if current and record is not None and not self._cancelled:
+                self._finish()
+                self._keep(tier, record, draft)
+            else:  # a late, or an unwanted one; or a miss
+                if draft is not None:
+                    draft.discard()
+                if current and self._cancelled:
+                    self._finish()
+                elif current:
+                    self._tiers.pop(0)
+                    self._read_next()
             over = self._done
         if over:
             self._ended(self)
 
-    def _take(
-        self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
-    ) -> None:
-        """Take the result of an attempt, under the lock; after a miss, try the next tier."""
-        current = attempt == self._attempt and not self._done
-        if record is None or not current or self._cancelled:
-            if draft is not None:
-                self._memory.discard(draft)
-            if current and self._cancelled:
-                self._finish()
-            elif current:
-                self._tiers.pop(0)
-                self._read_next()
-            return
-        self._finish()
-        lease: Lease | None = None
-        try:
-            if draft is None:
-                lease = Lease(self._buffers, record, record)
-            else:
-                lease = self._memory.commit(draft, self.block)
-        except BackendFailed:
-            return  # the memory was closed meanwhile
-        if lease is None:
-            return
-        self.source = tier
-        if self._joined:
-            self._lease = lease
+    def _keep(self, tier: Tier, record: memoryview, draft: Draft | None) -> None:
+        """Keep the record in memory, or for who joined, under the lock."""
+        if draft is None:
+            leases = [Lease(self._buffers, record, record)]
         else:
-            lease.release()
+            try:
+                leases = self._memory.commit_all([draft])
+            except BackendFailed:
+                return  # the memory was closed meanwhile
+        for lease in leases:  # none if memory of the node failed
+            self.source = tier
+            if self._joined:
+                self._lease = lease
+            else:
+                lease.release()
 
 
 class ReadRequest:
@@ -464,7 +469,6 @@ class ReadRequest:
         self._cancelled = cancelled or _never
         self._sources = [] if sources is None else sources
         self.exact = 0
-        self._writes: PromptWrites | None = None
         self._mark = 0  # the reader's `replacements` at the begin
 
     def read(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
@@ -472,11 +476,21 @@ class ReadRequest:
 
         Tiers that admit a block from this request on get a copy.
         """
-        with PromptWrites(self._reader.moves, blocks) as self._writes:
-            count = self.bring(blocks, levels)
-            for block in self.planner.read(blocks[:count]):
-                self.copy(block)
-            return count
+        count = self.bring(blocks, levels)
+        admitted = self.planner.read(blocks[:count])
+        if admitted:
+            self._copy(blocks, admitted)
+        return count
+
+    def _copy(self, blocks: Sequence[bytes], admitted: Sequence[bytes]) -> None:
+        """Queue the writes of admitted ``blocks`` to tiers that lack them, if memory has them."""
+        with PromptWrites(self._reader.moves, blocks) as prompt:
+            for tier in self._levels.tiers:
+                known = tier.known(admitted)
+                missing = [block for block in admitted if block not in known]
+                missing = [block for block in missing if block in self._levels.memory]
+                if missing:
+                    prompt.write(tier, missing, 0.0)
 
     def bring(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Read ``blocks``, without copies to other tiers; return how many leading ones were read.
@@ -505,28 +519,33 @@ class ReadRequest:
         """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
         ahead: deque[SharedRead | Lease] = deque()
         run: Sequence[Lease] = ()
-        count = 0
+        sizes, end = self._raw_bytes, len(levels)
+        limit = self._limit(max(sizes[:end], default=0))
+        count = begun = 0  # blocks that were delivered; and whose read was begun, at least these
         self._mark = self._reader.replacements
         try:
-            while count < len(levels) and not self._ends(blocks):
-                limit = self._limit(self._raw_bytes[count])
+            while count < end and not self._ends(blocks):
                 if not ahead:
                     run = self._lease_run(blocks, levels, count)
-                for at in range(count + len(run) + len(ahead), min(count + limit, len(levels))):
-                    ahead.append(self._reader.start(blocks[at], self._raw_bytes[at], levels[at]))
+                    begun = count + len(run)
+                more = min(count + limit, end)
+                if begun < more:
+                    self._reader.start(
+                        blocks[begun:more], sizes[begun:more], levels[begun:more], ahead
+                    )
+                    begun = more
                 if run:
-                    end = self._deliver_run(blocks, run, count)
-                    whole, run, count = end == count + len(run), (), end
+                    at = self._deliver_run(blocks, run, count)
+                    whole, run, count = at == count + len(run), (), at
                     if not whole:
                         break
                     continue
-                lease = self._await(ahead[0])
+                name, lease = self._await(ahead[0])
                 if lease is None or self._replaced(blocks):
                     break
                 payload = lease.record[HEADER_BYTES:]
-                if not self._has_length(blocks[count], payload, self._raw_bytes[count]):
+                if not self._has_length(blocks[count], payload, sizes[count]):
                     break
-                name = self._source(ahead[0])
                 self._sources.append(self._given(count, lease, name))
                 self._sink(count, payload)
                 _end_read(ahead.popleft())
@@ -534,9 +553,9 @@ class ReadRequest:
         finally:
             for left in (*ahead, *run):
                 _end_read(left)
-        if count < len(levels):  # a located block is missing: others may be, too
+        if count < end:  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
-                tier.recheck(blocks[count : len(levels)])
+                tier.recheck(blocks[count:end])
         return count
 
     def _ends(self, blocks: Sequence[bytes]) -> bool:
@@ -548,7 +567,8 @@ class ReadRequest:
 
         Ask behind the lease of a block. Before it, a replacement in between would be missed.
         """
-        return self._reader.replaced_since(self._mark, blocks)
+        reader = self._reader
+        return self._mark != reader.replacements and reader.replaced_since(self._mark, blocks)
 
     def _lease_run(
         self, blocks: Sequence[bytes], levels: Sequence[int], at: int
@@ -609,15 +629,14 @@ class ReadRequest:
         fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
         return max(2, min(_READ_AHEAD, fit))
 
-    def _await(self, started: SharedRead | Lease) -> Lease | None:
+    def _await(self, started: SharedRead | Lease) -> tuple[str, Lease | None]:
+        """Wait for a block; return the name of its source, and a lease on it."""
+        memory = self._levels.memory
         if isinstance(started, SharedRead):
-            return started.wait(self._until)
-        self._levels.memory.counters.count(hits=1, read_bytes=len(started.record))
-        return started
-
-    def _source(self, started: SharedRead | Lease) -> str:
-        tier = started.source if isinstance(started, SharedRead) else None
-        return self._levels.memory.name if tier is None else tier.name
+            lease, tier = started.wait(self._until), started.source
+            return memory.name if tier is None else tier.name, lease
+        memory.counters.count(hits=1, read_bytes=len(started.record))
+        return memory.name, started
 
     def _given(self, at: int, lease: Lease, name: str) -> str:
         """Return the name of the source of block ``at``, and count it if it is exact."""
@@ -626,13 +645,6 @@ class ReadRequest:
             self.exact += self.exact == at
             return name
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
-
-    def copy(self, block: bytes) -> None:
-        """Queue the writes of a block to tiers that lack it, if memory has it."""
-        assert self._writes is not None
-        for tier in self._levels.tiers:
-            if not tier.knows(block) and block in self._levels.memory:
-                self._writes.write(tier, block, 0.0)
 
 
 def _never() -> bool:

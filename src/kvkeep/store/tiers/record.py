@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from kvkeep.core.errors import require
 from kvkeep.core.keys import BLOCK_ID_BYTES
@@ -63,6 +64,11 @@ BEHIND: Final = 0xFFFF
 _MARK = struct.Struct("<8sHH")  # magic, version, origin: as a header begins
 _MARKED: Final = b"kvkeepM\n"
 _HEAD = struct.Struct("<8sHHI")  # magic, version, codec or origin, flags
+
+
+@cache
+def _xxhash() -> Any:
+    return require("xxhash", "store")
 
 
 def mark(record: memoryview, made: int) -> None:
@@ -120,7 +126,7 @@ def seal(
 ) -> None:
     """Write the header of a record whose payload is in place. Cost: a checksum, about 20 GB/s."""
     payload = record[HEADER_BYTES:]
-    xxhash = require("xxhash", "store")
+    xxhash = _xxhash()
     head = naming(block, codec, raw_bytes, inexact=inexact)
     head += _REST.pack(len(payload), xxhash.xxh3_128_digest(payload))
     record[:HEADER_BYTES] = head + xxhash.xxh3_64_digest(head)
@@ -139,7 +145,7 @@ def read_header(record: memoryview | bytes) -> RecordHeader:
     magic, version, codec, flags, block, raw_bytes = _NAME.unpack_from(head)
     if magic != _MAGIC:
         raise BadRecord("it does not begin with the magic bytes of a record")
-    if require("xxhash", "store").xxh3_64_digest(head[:_SUM_AT]) != head[_SUM_AT:]:
+    if _xxhash().xxh3_64_digest(head[:_SUM_AT]) != head[_SUM_AT:]:
         raise BadRecord("the header's checksum is wrong")
     if version != VERSION:
         raise OtherVersion(f"the record has format version {version}; this kvkeep reads {VERSION}")
@@ -160,7 +166,7 @@ def verify(record: memoryview, block: bytes) -> RecordHeader:
         raise BadRecord("it is the record of another block")
     if header.record_bytes != len(record):
         raise BadRecord(f"it has {len(record)} bytes and should have {header.record_bytes}")
-    digest = require("xxhash", "store").xxh3_128_digest(record[HEADER_BYTES:])
+    digest = _xxhash().xxh3_128_digest(record[HEADER_BYTES:])
     if digest != header.checksum:
         raise BadRecord("the payload's checksum is wrong")
     return header

@@ -138,9 +138,11 @@ class RecordCodec:
         Raises:
             Damaged, OtherKey, MissingExtra: see `Codec.decode`.
         """
-        if codec.number == _RAW and room.placed:
+        if codec.number == _RAW and room.placed is not None:
             return record
-        if room.placed:  # it has the size of a raw record, so it was read into the final place
+        if (
+            room.placed is not None
+        ):  # it has the size of a raw record, so it was read into the final place
             scratch = self.scratch.take(len(record))
             scratch[:] = record
             record = scratch
@@ -174,18 +176,14 @@ class RecordRoom:
         self._records = records
         self._raw_bytes = raw_bytes
         self._place = place
-        self._final: memoryview | None = None
-
-    @property
-    def placed(self) -> bool:
-        """Whether the record was read into its final place."""
-        return self._final is not None
+        self.placed: memoryview | None = None
+        """The final place, if the record was read there."""
 
     def final(self) -> memoryview:
         """Return the final place, allocated at the first call."""
-        if self._final is None:
-            self._final = self._place()
-        return self._final
+        if self.placed is None:
+            self.placed = self._place()
+        return self.placed
 
     def __call__(self, size: int) -> memoryview:
         """Return the buffer for a record of ``size`` bytes. Raises `WrongSize`."""

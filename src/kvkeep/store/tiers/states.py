@@ -73,20 +73,23 @@ class Operation:
 
     Attributes:
         state: see the table of the module.
-        waiting: of a write, called at its end with whether the tier has the block; of a deletion,
-            begin the writes that wait for its end.
+        waiting: of a write, called at its end with the block and whether the tier has it.
+        again: of a deletion, begin the write of the block that waits for its end.
         over: the state that a write replaces, if it is not rest.
         cleared: number of the clearance of its namespace that a write began behind; 0: of none.
         before: the write or deletion that ran when a deletion began.
         ended: whether it is over, or was called off.
+        held: whether a write holds the block in the catalogue.
     """
 
-    __slots__ = ("before", "block", "cleared", "ended", "over", "state", "waiting")
+    __slots__ = ("again", "before", "block", "cleared", "ended", "held", "over", "state", "waiting")
 
     def __init__(self, block: bytes, state: State) -> None:
         self.block = block
         self.state = state
-        self.waiting: list[Callable[[bool], object]] = []
+        self.waiting: list[Callable[[bytes, bool], object]] = []
+        self.again: list[Callable[[bytes], object]] = []
+        self.held = False
         self.over: State | None = None
         self.cleared = 0
         self.before: Operation | None = None
@@ -121,7 +124,8 @@ class BlockStates:
         self._resting: OrderedDict[bytes, Operation] = OrderedDict()  # UNDELETED, REFUSED
         self._cleared: dict[bytes, _Cleared] = {}  # by namespace
         self._clears = 0
-        self._deletions = 0  # ended so far
+        self.deletions = 0
+        """Deletions that have ended: a mark for `learn`; take it before the query."""
         self._deleted: OrderedDict[bytes, int] = OrderedDict()  # block → number of its last one
         self._deleted_before = 0  # the last deletion of any block that is not in `_deleted`
 
@@ -171,43 +175,54 @@ class BlockStates:
 
     def queue(
         self,
-        block: bytes,
-        then: Callable[[bool], object],
-        again: Callable[[], object] | None = None,
-    ) -> Operation | None:
-        """Begin a write of ``block``, which calls ``then`` at its `end`.
+        blocks: Iterable[bytes],
+        then: Callable[[bytes, bool], object],
+        again: Callable[[bytes], object] | None = None,
+        *,
+        held: bool = False,
+    ) -> list[Operation]:
+        """Begin writes of ``blocks``; each calls ``then`` at its `end`, which must follow.
 
-        None if none begins. Either another one runs, at whose end ``then`` is called; or the block
-        is being deleted: then ``again`` is called when that has ended, or without it ``then``, now,
-        with False.
+        ``then`` gets the block, and whether the tier has it. None begins of a block that is being
+        written: ``then`` is called at the end of that write; nor of one that is being deleted:
+        ``again`` is called with it when that has ended, or without it ``then``, now, with False.
+        ``held``: the caller holds the blocks in the catalogue until their ends.
         """
+        begun: list[Operation] = []
+        deleting: list[bytes] = []
         with self._changed:
-            operation = self._busy.get(block)
-            if operation is None:
-                operation = Operation(block, State.QUEUED)
-                before = self._resting.pop(block, None)
-                cleared = self._cleared.get(block[:SPACE_BYTES])
-                if cleared is not None:
-                    operation.cleared = cleared.number
-                if before is not None:
-                    operation.over = before.state
-                elif cleared is not None and block not in cleared.anew:
-                    operation.over = State.UNDELETED
-                self._catalogue.hold_ahead(block)  # no victim while it is written
-                operation.waiting.append(then)
-                self._busy[block] = operation
-                return operation
-            if operation.state is not State.DELETING:
-                operation.waiting.append(then)
-                return None
-            if again is not None:
-                begin = again
-                operation.waiting.append(lambda _saved: begin())
-                return None
-        then(False)
-        return None
+            for block in blocks:
+                before = self._busy.get(block)
+                if before is None:
+                    begun.append(self._queue(block, then))
+                elif before.state is not State.DELETING:
+                    before.waiting.append(then)
+                elif again is not None:
+                    before.again.append(again)
+                else:
+                    deleting.append(block)
+            if begun and not held:  # no victim while it is written
+                for operation in begun:
+                    operation.held = True
+                self._catalogue.hold_ahead([operation.block for operation in begun])
+        for block in deleting:
+            then(block, False)
+        return begun
 
-    def queued(self, block: bytes, then: Callable[[bool], object]) -> bool:
+    def _queue(self, block: bytes, then: Callable[[bytes, bool], object]) -> Operation:
+        operation = self._busy[block] = Operation(block, State.QUEUED)
+        operation.waiting.append(then)
+        before = self._resting.pop(block, None) if self._resting else None
+        cleared = self._cleared.get(block[:SPACE_BYTES]) if self._cleared else None
+        if cleared is not None:
+            operation.cleared = cleared.number
+        if before is not None:
+            operation.over = before.state
+        elif cleared is not None and block not in cleared.anew:
+            operation.over = State.UNDELETED
+        return operation
+
+    def queued(self, block: bytes, then: Callable[[bytes, bool], object]) -> bool:
         """Whether ``block`` is queued or written; ``then`` is called at the end of that write."""
         with self._changed:
             operation = self._busy.get(block)
@@ -230,18 +245,20 @@ class BlockStates:
         with self._changed:
             operation.ended = True
             waiting, operation.waiting = operation.waiting, []
-            self._catalogue.free([block])
+            if operation.held:
+                self._catalogue.free([block])
             if self._busy.get(block) is operation:
                 del self._busy[block]
                 if saved:
-                    self._written(operation)
+                    if self._cleared:
+                        self._written(operation)
                 elif maybe:
                     self._rest(block, State.UNDELETED)
                 elif operation.over is not None:
                     self._rest(block, operation.over)
             self._changed.notify_all()
         for then in waiting:
-            then(saved)
+            then(block, saved)
 
     def _written(self, operation: Operation) -> None:
         """If the block's namespace was cleared before the write began, find the block again."""
@@ -282,7 +299,7 @@ class BlockStates:
 
     def _delete(self, blocks: Iterable[bytes], *, idle: bool = False) -> Deletion:
         operations: dict[bytes, Operation] = {}
-        called_off: list[Callable[[bool], object]] = []
+        called_off: list[tuple[Callable[[bytes, bool], object], bytes]] = []
         for block in blocks:
             before = self._busy.get(block)
             if before is not None and idle:
@@ -290,7 +307,7 @@ class BlockStates:
             operation = Operation(block, State.DELETING)
             if before is not None:
                 if before.state is not State.DELETING:
-                    called_off += before.waiting
+                    called_off += [(then, block) for then in before.waiting]
                     before.waiting = []
                 if before.state is State.QUEUED:
                     before.ended = True  # whoever has it queued calls `end`, which frees its hold
@@ -328,16 +345,16 @@ class BlockStates:
 
     def end_deletion(self, operations: Iterable[Operation], failed: Container[bytes]) -> None:
         """End deletions; those of ``failed`` may have left their records. See `Deletion`."""
-        waiting: list[Callable[[bool], object]] = []
+        again: list[tuple[Callable[[bytes], object], bytes]] = []
         with self._changed:
-            self._deletions += 1
+            self.deletions += 1
             for operation in operations:
                 block = operation.block
                 operation.ended = True
-                waiting += operation.waiting
-                operation.waiting = []
+                again += [(begin, block) for begin in operation.again]
+                operation.again = []
                 self._deleted.pop(block, None)
-                self._deleted[block] = self._deletions
+                self._deleted[block] = self.deletions
                 self._catalogue.forget(block)  # a listing may have found it meanwhile
                 if self._busy.get(block) is not operation:
                     continue
@@ -351,8 +368,8 @@ class BlockStates:
             while len(self._deleted) > _DELETED_KEPT:
                 self._deleted_before = self._deleted.popitem(last=False)[1]
             self._changed.notify_all()
-        for begin in waiting:
-            begin(False)
+        for begin, block in again:
+            begin(block)
 
     def is_current(self, operation: Operation) -> bool:
         """Whether nothing else was begun with the block of ``operation`` since."""
@@ -369,7 +386,7 @@ class BlockStates:
         """Whether a write waits until its block was deleted."""
         with self._changed:
             busy = self._busy.values()
-            return any(one.state is State.DELETING and one.waiting for one in busy)
+            return any(one.again for one in busy)
 
     def wait_ended(self, operation: Operation, timeout: float | None) -> bool:
         """Wait until ``operation`` has ended, ``timeout`` seconds at most; False if it runs on."""
@@ -424,10 +441,6 @@ class BlockStates:
 
     # --- queries ---------------------------------------------------------------------------------
 
-    def before_query(self) -> int:
-        """Return a mark for `learn`; take it before the query to the backend."""
-        return self._deletions
-
     def learn(self, block: bytes, size: int, mark: int) -> None:
         """Add ``block``, which a query begun after ``mark`` found, to the catalogue.
 
@@ -450,7 +463,7 @@ class Deletion:
         self,
         states: BlockStates,
         operations: dict[bytes, Operation],
-        called_off: list[Callable[[bool], object]],
+        called_off: list[tuple[Callable[[bytes, bool], object], bytes]],
     ) -> None:
         self._states = states
         self._operations = operations
@@ -471,8 +484,8 @@ class Deletion:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for what ran when it began, ``timeout`` seconds at most; False if that runs on."""
-        for then in self._called_off:
-            then(False)
+        for then, block in self._called_off:
+            then(block, False)
         self._called_off = []
         until = None if timeout is None else time.monotonic() + timeout
         for operation in self._operations.values():

@@ -6,9 +6,7 @@ import logging
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.cost import CostModel
@@ -73,7 +71,7 @@ class TierOptions:
         queue_bytes: of records that may wait to be written; None: most of memory.
         readers, writers: threads.
         breaker_limit: failures in a row of one kind of call that open its circuit breaker.
-        breaker_pause: seconds that it stays open at first; see `kvkeep.store.tiers.breaker`.
+        breaker_pause: seconds that it stays open at first; see `kvkeep.store.tiers.calls`.
     """
 
     policy: Callable[[], EvictionPolicy] = LRU
@@ -105,7 +103,7 @@ class Tier:
 
     `load` and `save` run in the thread that calls them, one of ``reading`` and ``writing``. No
     failure of the backend raises: it is a miss or a drop, counted and logged, and several in a row
-    open the circuit breaker of that kind of call (`kvkeep.store.tiers.breaker`). Our bugs do raise.
+    open the circuit breaker of that kind of call (`kvkeep.store.tiers.calls`). Our bugs do raise.
 
     A backend with a budget is *indexed*: its blocks are listed once and tracked from then on. One
     without a budget evicts by its own rules, so it is queried each time. Of a large budget a part
@@ -124,6 +122,8 @@ class Tier:
 
     Attributes:
         states: what is done with each block now (`BlockStates`).
+        queried: whether the backend must be queried: it may hold blocks that the catalogue lacks.
+        listed: whether the backend was listed once.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Tier:
         self.losses = LossLog() if losses is None else losses
         self.counters = TierCounters()
         self.indexed = self.backend.capacity is not None
+        self.queried = self.backend.shared or not self.indexed
         self.catalogue = Index(
             options.policy, ttl=options.ttl, budget=self.backend.capacity, ordered=ORDERED,
             unit=self.backend.unit, shares=shares,
@@ -165,7 +166,7 @@ class Tier:
         self._making_room = threading.Lock()  # whose holder alone takes what is freed
         self._trimming = False
         self._listing = threading.Lock()
-        self._listed = False  # whether the backend was listed once
+        self.listed = False
         self._listed_at = 0.0  # monotonic seconds
         self._listing_s = 0.0
         self._expired_at = float("-inf")
@@ -175,21 +176,7 @@ class Tier:
         """Seconds after which a call of the backend counts as failed."""
         return self.backend.timeout
 
-    @property
-    def queried(self) -> bool:
-        """Whether the backend must be queried: it may hold blocks that the catalogue lacks."""
-        return self.backend.shared or not self.indexed
-
     # --- lookups ---------------------------------------------------------------------------------
-
-    def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here; no I/O."""
-        states = self.states
-        return (
-            self.indexed
-            and block in self.catalogue
-            and (states.hides_none or not states.hides(block))
-        )
 
     def fits(self, block: bytes, raw_bytes: int) -> bool:
         """Whether the record that is known may have so much raw KV (`RecordCodec.may_have`)."""
@@ -204,9 +191,12 @@ class Tier:
 
     def may_have(self, block: bytes) -> bool:
         """Whether this tier may hold a readable record of ``block``; no I/O."""
+        states, catalogue = self.states, self.catalogue
+        if not states.hides_none and states.hides(block):
+            return False
         if self.queried:
-            return not self.states.hides(block) and self.catalogue.expired_at(block) is None
-        return self.knows(block)
+            return catalogue.ttl is None or catalogue.expired_at(block) is None
+        return block in catalogue
 
     def known(self, blocks: Sequence[bytes]) -> set[bytes]:
         """Return those of ``blocks`` that are known to be here; no I/O."""
@@ -215,17 +205,12 @@ class Tier:
             return {block for block in there if not self.states.hides(block)}
         return there
 
-    def serves(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be here and can be read now; no I/O."""
-        return self.knows(block) and not self.unreadable(block)
-
     def serving(self, blocks: Sequence[bytes]) -> set[bytes]:
-        """Return those of ``blocks`` of which `serves` is true."""
-        return {block for block in self.known(blocks) if not self.unreadable(block)}
-
-    def may_hold(self, block: bytes) -> bool:
-        """Whether this tier may hold ``block`` although it cannot be queried now."""
-        return self.queried or not self._listed or self.knows(block)
+        """Return those of ``blocks`` that are known to be here and can be read now; no I/O."""
+        there = self.known(blocks)
+        if there and not self.calls.quiet:
+            return {block for block in there if not self.unreadable(block)}
+        return there
 
     def probe(self, blocks: Sequence[bytes], until: float | None = None) -> set[bytes]:
         """Return those of ``blocks`` that are here; query the backend if `queried`.
@@ -235,7 +220,7 @@ class Tier:
         """
         if not self.queried:
             return self.known(blocks)
-        mark = self.states.before_query()
+        mark = self.states.deletions
         timeout = self.timeout
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
@@ -262,7 +247,7 @@ class Tier:
 
     def _recheck(self, blocks: Sequence[bytes]) -> None:
         for part, here in self.calls.by_part(blocks).items():
-            if not self.calls.breaker("lookup", part).allows():
+            if not self.calls.allowed("lookup", part):
                 continue
             sizes: list[int | None] = []
             with self.calls.to("sizes", "lookup", part):
@@ -288,20 +273,20 @@ class Tier:
         moved: int | None = None
         self.reads.begin()
         try:
-            record, failed = self._load(block, raw_bytes, place, part)
-            moved = raw_bytes if record is not None else None if failed else 0
+            record, moved = self._load(block, raw_bytes, place, part)
         finally:
             self.reads.end(moved)
         return record
 
     def _load(
         self, block: bytes, raw_bytes: int, place: Callable[[], memoryview], part: str
-    ) -> tuple[memoryview | None, bool]:
-        """Return the record, and whether the backend failed."""
-        known, mark = self.knows(block), self.states.before_query()
-        started = time.monotonic()
+    ) -> tuple[memoryview | None, int | None]:
+        """Return the record, and how many bytes of raw KV were moved; None: the backend failed."""
+        known = self.indexed and self.catalogue.size(block) is not None
+        mark = self.states.deletions
         room = RecordRoom(self.records, raw_bytes, place)
         record: memoryview | None = None
+        started = time.monotonic()
         try:
             with self.calls.to("get", "read", part) as call:
                 record = self.backend.get(block, call.callback(room))
@@ -309,28 +294,24 @@ class Tier:
         except WrongSize as wrong:
             self.counters.count(read_seconds=time.monotonic() - started)
             self._refuse(block, f"another length, or damaged: {wrong}")
-            return None, False
+            return None, 0
         if call.failed:
-            return None, True
-        self.counters.count(read_seconds=time.monotonic() - started)
+            return None, None
+        took = time.monotonic() - started
+        decoded = None if record is None else self._decoded(block, record, raw_bytes, room)
         if record is None:
             if known:
                 self.catalogue.forget(block)
                 self.losses.note([block], self.name, "removed", "gone")
-            self.counters.count(misses=1)
-            return None, False
-        size = len(record)
-        decoded: memoryview | None = None
-        with self._verifying(block):
-            header, codec = self.records.verify(block, record)
-            if header.raw_bytes != raw_bytes:
-                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
-            decoded = self.records.decode(codec, header, record, room)
-        if decoded is not None:
-            if self.indexed:
+            self.counters.count(misses=1, read_seconds=took)
+        elif decoded is None:
+            self.counters.count(read_seconds=took)
+        else:
+            size = len(record)
+            if self.indexed and not known:
                 self.states.learn(block, size, mark)
-            self.counters.count(hits=1, read_bytes=size)
-        return decoded, False
+            self.counters.count(hits=1, read_bytes=size, read_seconds=took)
+        return decoded, 0 if decoded is None else raw_bytes
 
     def fetch(self, block: bytes) -> memoryview | None:
         """Return the decoded record of ``block`` in new memory, to write it to another tier.
@@ -349,27 +330,34 @@ class Tier:
                 call.decisive = record is not None
             moved = 0
             if record is not None:
-                with self._verifying(block, quiet=True):
-                    header, codec = self.records.verify(block, record)
-                    record = self.records.decode_alone(codec, header, record)
-                    moved = len(record) - HEADER_BYTES
-                    return record
+                record = self._decoded(block, record)
+                moved = 0 if record is None else len(record) - HEADER_BYTES
         finally:
             self.reads.end(moved)
-        return None
+        return record
 
-    @contextmanager
-    def _verifying(self, block: bytes, *, quiet: bool = False) -> Iterator[None]:
-        """Turn what is wrong with a record into a miss; ``quiet``: not one that is not for us."""
+    def _decoded(
+        self, block: bytes, record: memoryview, raw_bytes: int = 0, room: RecordRoom | None = None
+    ) -> memoryview | None:
+        """Return ``record`` verified and decoded: in ``room``, or as it is needed below.
+
+        What is wrong with it makes it a miss. A tier below may take what is not for this one.
+        """
         try:
-            yield
+            header, codec = self.records.verify(block, record)
+            if room is None:
+                return self.records.decode_alone(codec, header, record)
+            if header.raw_bytes != raw_bytes:
+                raise NotForUs(another_length(header.raw_bytes, raw_bytes))
+            return self.records.decode(codec, header, record, room)
         except NotForUs as other:
-            if not quiet:
+            if room is not None:
                 self._refuse(block, str(other))
         except (OtherVersion, OtherKey, MissingExtra) as other:
             self._refuse(block, str(other))
         except (BadRecord, Damaged) as damage:
             self.quarantine(block, str(damage))
+        return None
 
     def _refuse(self, block: bytes, reason: str) -> None:
         """Serve an intact record that is not for this tier no more, until it is written anew."""
@@ -397,105 +385,126 @@ class Tier:
 
     def write(
         self,
-        operation: Operation,
-        record: memoryview,
+        operations: Sequence[Operation],
+        records: Sequence[memoryview],
         prompt: TierWrites | None = None,
-    ) -> bool:
-        """Run a write that was queued in `states`, and end it; see `save`."""
-        why = ""
-        saved = False
-        with nullcontext() if prompt is None else prompt.writing(operation.block):
-            try:
-                if self.states.start(operation):
-                    why = "fault"
-                    why = self.save(operation.block, record, prompt)
-                    saved = not why
-            finally:
-                self.states.end(operation, saved=saved, maybe=why in _MAYBE)
-        return saved
+    ) -> None:
+        """Run writes that were queued in `states`, in order, and end each.
 
-    def save(self, block: bytes, record: memoryview, prompt: TierWrites | None = None) -> str:
-        """Write ``record``, raw KV behind room for a header; return the reason of a failure, or "".
-
-        Only the header of ``record`` is changed. A shared backend is queried first: an existing
-        record is not sent again. ``prompt`` are the writes that it belongs to.
+        ``records`` are raw KV behind room for a header, which alone is changed. A shared backend is
+        queried first: an existing record is not sent again. ``prompt`` are the writes that these
+        belong to.
         """
-        if self.knows(block) and self.fits(block, len(record) - HEADER_BYTES):
-            self.counters.count(already=1)
-            return ""
-        why = "fault"  # kept if `_store` raises
-        try:
-            if prompt is None:
-                why = self._store(block, record, _no_room)
-            elif prompt.stopped(block):
-                why = "no room"
-            else:
-                why = self._store(block, record, partial(prompt.make_room, block))
-        finally:
-            if why:
-                self.dropped(block, why)
-        if not why:
-            self._notes.written(block[:SPACE_BYTES])
-        return why
-
-    def dropped(self, block: bytes, why: str) -> str:
-        """Count and record that ``block`` was not written; return ``why``."""
-        self.counters.count(drops=1, over_budget=int(why == "write budget"))
-        self.losses.note([block], self.name, "dropped", why)
-        return why
-
-    def _store(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
-        """Write ``record`` unless the backend has it; return the reason of a failure, else ""."""
-        if self.records.refuses(record):  # callers ask before; nothing gets past this
-            return "lossy"
-        part = self.backend.part(block)
-        if self.calls.blocks("write", part):
-            self.counters.count(skipped_calls=1)
-            return "breaker"
-        if self.backend.shared and not self.states.hides(block):
-            there: list[int | None] = [None]
-            with self.calls.to("sizes", "write", part) as call:
-                there = self.backend.sizes([block])
-                call.decisive = False  # its success does not show that writing works
-            if call.failed:
-                return "write failed"
-            self.calls.breaker("lookup", part).succeeded()
-            if there[0] is not None and self.records.may_have(len(record) - HEADER_BYTES, there[0]):
-                self.counters.count(already=1)
-                if self.indexed:
-                    self.catalogue.add(block, there[0])
-                return ""
+        there = self._stored(operations)
         moved: int | None = None
+        ended = total = 0
         self.writes.begin()
         try:
-            why = self._encode(block, record, make_room)
-            moved = 0 if why else len(record) - HEADER_BYTES
+            for operation, record in zip(operations, records, strict=True):
+                if not self.writing.progress():
+                    break
+                ended += 1
+                total += self._write(operation, record, there, prompt)
+            moved = total
         finally:
             self.writes.end(moved)
-        return why
+            for operation in operations[ended:]:
+                self.dropped([operation.block], "fault" if moved is None else "queue full")
+                self.states.end(operation, saved=False)
+        if total:
+            self._trim_ahead(len(records[0]))
+            for space in {operation.block[:SPACE_BYTES] for operation in operations}:
+                self._notes.written(space)
 
-    def _encode(self, block: bytes, record: memoryview, make_room: Callable[[int], bool]) -> str:
-        encoded = self.records.encode(block, record)
+    def _stored(self, operations: Sequence[Operation]) -> dict[bytes, int | None] | None:
+        """Return the sizes of records that a shared backend has; None if it fails to answer."""
+        there: dict[bytes, int | None] = {}
+        if self.backend.shared:
+            blocks = [operation.block for operation in operations if operation.over is None]
+            for part, here in self.calls.by_part(blocks).items():
+                if self.calls.blocks("write", part):
+                    continue
+                sizes: list[int | None] = []
+                with self.calls.to("sizes", "write", part) as call:
+                    sizes = self.backend.sizes(here)
+                    call.decisive = False  # its success does not show that writing works
+                if call.failed:
+                    return None
+                self.calls.succeeded("lookup", part)
+                there.update(zip(here, sizes, strict=True))
+        return there
+
+    def _write(
+        self,
+        operation: Operation,
+        record: memoryview,
+        there: dict[bytes, int | None] | None,
+        prompt: TierWrites | None,
+    ) -> int:
+        """Run a write and end it; return the bytes of raw KV that were written."""
+        block, raw_bytes = operation.block, len(record) - HEADER_BYTES
+        why, saved, written = "fault", False, 0  # kept if something raises
+        try:
+            size = None if there is None else there.get(block)
+            if not self.states.start(operation):
+                why = ""
+            elif there is None:
+                why = "write failed"
+            elif size is not None and self.records.may_have(raw_bytes, size):
+                self.counters.count(already=1)
+                if self.indexed:
+                    self.catalogue.add(block, size)
+                why, saved = "", True
+            elif prompt is not None and not prompt.start(block):
+                why = "no room"
+            else:
+                why = self._store(block, record, prompt)
+                if not why:
+                    saved, written = True, raw_bytes
+        finally:
+            if why:
+                self.dropped([block], why)
+            self.states.end(operation, saved=saved, maybe=why in _MAYBE)
+            if prompt is not None:
+                prompt.finish(block)
+        return written
+
+    def dropped(self, blocks: Sequence[bytes], why: str) -> None:
+        """Count and record that ``blocks`` were not written."""
+        over_budget = len(blocks) if why == "write budget" else 0
+        self.counters.count(drops=len(blocks), over_budget=over_budget)
+        self.losses.note(blocks, self.name, "dropped", why)
+
+    def refused(self, blocks: Sequence[bytes]) -> None:
+        """Count and record ``blocks`` that the tier does not take: it is full, or fails."""
+        self.dropped(blocks, "breaker" if self.unwritable(blocks) else "queue full")
+
+    def _store(self, block: bytes, record: memoryview, prompt: TierWrites | None) -> str:
+        """Write ``record``; return the reason of a failure, else ""."""
+        if self.calls.blocks("write", self.backend.part(block)):
+            self.counters.count(skipped_calls=1)
+            return "breaker"
+        encoded, bucket = self.records.encode(block, record), self._bucket
         size = len(encoded)
         if size > (self.backend.capacity or size):
             return "no room"  # evicting everything would not make room for it
-        if self._bucket is not None and self._bucket.left() < size:  # before others go for it
+        if bucket is not None and bucket.left() < size:  # before others go for it
             return "write budget"
-        if not self._reserve_quota(block, size, make_room):
+        limited = self.catalogue.quota(block[:SPACE_BYTES]) is not None
+        if limited and not self._reserve_quota(block, size, prompt):
             return "quota"
         try:
-            if self._bucket is not None and not self._bucket.spend(size):
+            if bucket is not None and not bucket.spend(size):
                 return "write budget"
-            why = self._put(block, encoded, make_room)
+            why = self._put(block, encoded, prompt)
             if not why and self.indexed:
                 self.catalogue.add(block, size)
         finally:
-            self.catalogue.unreserve(block[:SPACE_BYTES], size)
-        if not why:
-            self._trim_ahead(size)
+            if limited:
+                self.catalogue.unreserve(block[:SPACE_BYTES], size)
         return why
 
-    def _put(self, block: bytes, encoded: memoryview, make_room: Callable[[int], bool]) -> str:
+    def _put(self, block: bytes, encoded: memoryview, prompt: TierWrites | None) -> str:
         """Write ``encoded``, evicting others for it; return the reason of a failure, else ""."""
         if self._making_room.locked():  # another writer evicts: what it frees is not for us
             with self._making_room:
@@ -511,7 +520,8 @@ class Tier:
                     why, needed = self._attempt(block, encoded)
                     if not needed:
                         return why
-            if not make_room(needed):  # without the lock: it waits for other writers
+            # Without the lock: it waits for other writers.
+            if prompt is None or not prompt.make_room(block, needed):
                 return "no room"
             why, needed = self._attempt(block, encoded)
         return why
@@ -534,8 +544,8 @@ class Tier:
 
     # --- room ------------------------------------------------------------------------------------
 
-    def _reserve_quota(self, block: bytes, size: int, make_room: Callable[[int], bool]) -> bool:
-        """Reserve ``size`` bytes in the quota of the block's namespace; see `Index.reserve`.
+    def _reserve_quota(self, block: bytes, size: int, prompt: TierWrites | None) -> bool:
+        """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
 
         Evicts blocks of the namespace if needed. Returns whether they fit. Nothing fits while
         blocks of the namespace are left whose deletion failed: they are not counted any more.
@@ -560,7 +570,7 @@ class Tier:
                     break
                 if not self._evict(victims)[1]:
                     return False
-            if not make_room(over if over > 0 else size):
+            if prompt is None or not prompt.make_room(block, over if over > 0 else size):
                 return False
 
     def make_room(self, needed: int) -> bool:
@@ -741,7 +751,7 @@ class Tier:
 
     def _list_first(self) -> None:
         self.relist()
-        if self._listed:
+        if self.listed:
             self._trimming = True
             self.writing.submit(lambda: self._trim(0), 0)
 
@@ -753,7 +763,7 @@ class Tier:
         if not self._listing.acquire(timeout=self.timeout):
             return  # a listing hangs; do not block the caller any longer
         try:
-            if self.calls.breaker("list").allows():
+            if self.calls.allowed("list"):
                 started = time.monotonic()
                 try:
                     gone = self.catalogue.fill(self._fitting())
@@ -761,12 +771,12 @@ class Tier:
                     pass  # `fill` took over the blocks listed before the failure, and forgot none
                 else:
                     self.losses.note(gone, self.name, "removed", "gone")
-                    self._listed = True
+                    self.listed = True
                 self._listing_s = time.monotonic() - started
             self._listed_at = time.monotonic()
         finally:
             self._listing.release()
-        if self._listed:
+        if self.listed:
             self.compare()
 
     def _records(self) -> Iterator[Listed]:
@@ -792,7 +802,7 @@ class Tier:
         A reader thread checks this once the backend has been listed or has answered a query.
         """
         self._notes.expect(space)
-        if self._listed:
+        if self.listed:
             self.reading.submit(self.compare)
 
     def compare(self) -> None:
@@ -831,7 +841,7 @@ class Tier:
         """Record uses, oldest first, in the backend."""
         when = dict(uses)
         for part, here in self.calls.by_part(list(when)).items():
-            if self.calls.breaker("touch", part).allows():
+            if self.calls.allowed("touch", part):
                 with self.calls.to("touch", "touch", part):
                     self.backend.touch(here, [when[block] for block in here])
 
@@ -846,7 +856,7 @@ class Tier:
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
         self._touch(self.catalogue.unnoted())
-        if self.calls.any_blocks("write") or not self.calls.breaker("flush").allows():
+        if self.calls.any_blocks("write") or not self.calls.allowed("flush"):
             return False
         with self.calls.to("flush", "flush") as call:
             self.backend.flush()
@@ -889,11 +899,15 @@ class Tier:
             return Loss(self.name, "late", now, "no answer")
         return None
 
-    def unwritable(self, block: bytes) -> bool:
-        """Whether writing ``block`` is pointless now, because such calls fail or hang."""
+    def unwritable(self, blocks: Sequence[bytes]) -> Sequence[bytes]:
+        """Return those of ``blocks`` whose writing is pointless now: such calls fail or hang."""
         if self.calls.quiet:
-            return False
-        return self.writers_hang() or self.calls.blocks("write", self.backend.part(block))
+            return ()
+        if self.writers_hang():
+            return blocks
+        if not self.calls.any_blocks("write"):
+            return ()
+        return [block for block in blocks if self.calls.blocks("write", self.backend.part(block))]
 
     def writers_hang(self) -> bool:
         """Whether all writer threads hang in calls of the backend."""
@@ -947,10 +961,6 @@ class _ListFailed(Exception):
     """The backend failed to list its records; counted and logged already."""
 
 
-def _no_room(_needed: int) -> bool:
-    return False
-
-
 class _Query:
     """The sizes of blocks in one part of a tier's backend."""
 
@@ -967,7 +977,7 @@ class _Query:
         """Queue the query, unless such calls fail or hang now."""
         tier = self._tier
         allowed = not tier.unreadable(self._blocks[0])
-        if not allowed or not self.calls.breaker("lookup", self._part).allows():
+        if not allowed or not self.calls.allowed("lookup", self._part):
             tier.note_unread()
             self._done.set()
         elif not tier.reading.submit(self._run, given_up=self._done.set):
@@ -995,7 +1005,7 @@ class _Query:
             tier.note_unread(late="no answer")
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
-                self.calls.breaker("lookup", self._part).failed(why)
+                self.calls.failed("lookup", self._part, why)
             else:
                 tier.unreadable(self._blocks[0])
             return []

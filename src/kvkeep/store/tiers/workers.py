@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,11 +16,8 @@ __all__ = ["Workers"]
 _LOG = logging.getLogger("kvkeep.tiers")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    work: Callable[[], object]
-    cost: int
-    given_up: Callable[[], object] | None
+_Job: TypeAlias = "tuple[Callable[[], object], int, Callable[[], object] | None]"
+"""What to do, its cost, and what is called instead if it is discarded."""
 
 
 class Workers:
@@ -40,7 +36,8 @@ class Workers:
         self._threads = threads
         self.limit = limit
         self._jobs: deque[_Job] = deque()
-        self._running: dict[_Job, float] = {}  # job → start, in seconds of the monotonic clock
+        # thread that runs a job → when that made progress last, in monotonic seconds
+        self._running: dict[int, float] = {}
         self._changed = threading.Condition()
         self._started: list[threading.Thread] = []
         self._free = 0  # threads that wait for a job
@@ -55,13 +52,13 @@ class Workers:
 
     @property
     def longest(self) -> float:
-        """Seconds for which the longest-running job has run; 0 if none runs."""
+        """Seconds for which a running job has made no progress, at most; 0 if none runs."""
         with self._changed:
             since = min(self._running.values(), default=None)
         return 0.0 if since is None else time.monotonic() - since
 
     def stuck(self, seconds: float) -> bool:
-        """Whether every thread has been busy with one job for longer than ``seconds``."""
+        """Whether the job of every thread has made no progress for longer than ``seconds``."""
         if len(self._running) < self._threads:
             return False
         with self._changed:
@@ -82,11 +79,12 @@ class Workers:
         exception is logged and has no other effect.
         """
         with self._changed:
-            if wait != 0.0 and not self._has_room(cost):
-                self._changed.wait_for(lambda: self._has_room(cost), wait)
-            if self._closed or not self._has_room(cost):
+            has_room = self._has_room(cost)
+            if not has_room and wait != 0.0:
+                has_room = self._changed.wait_for(lambda: self._has_room(cost), wait)
+            if self._closed or not has_room:
                 return False
-            self._jobs.append(_Job(job, cost, given_up))
+            self._jobs.append((job, cost, given_up))
             self._unfinished += 1
             self._cost += cost
             if len(self._jobs) > self._free and len(self._started) < self._threads:
@@ -97,10 +95,17 @@ class Workers:
             self._changed.notify_all()  # all: a single wake-up could reach a caller of `submit`
         return True
 
+    def progress(self) -> bool:
+        """Note that the job that calls this has made progress; False if it is to end: `close`."""
+        self._running[threading.get_ident()] = time.monotonic()
+        return not self._closed
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all jobs have ended; return False after ``timeout`` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._unfinished, timeout)
+            return not self._unfinished or self._changed.wait_for(
+                lambda: not self._unfinished, timeout
+            )
 
     def close(self) -> None:
         """Take no more jobs, and discard those still queued."""
@@ -109,8 +114,8 @@ class Workers:
             self._changed.notify_all()
             discarded = list(self._jobs)
             self._jobs.clear()
-        for job in discarded:
-            self._finish(job, job.given_up)
+        for _, cost, given_up in discarded:
+            self._finish(given_up, cost)
 
     def join(self, timeout: float) -> bool:
         """After `close`: wait for the threads to end; False if jobs run on after ``timeout``."""
@@ -124,6 +129,7 @@ class Workers:
         return self._closed or not self._unfinished or self._cost + cost <= self.limit
 
     def _work(self) -> None:
+        me = threading.get_ident()
         while True:
             with self._changed:
                 self._free += 1
@@ -133,19 +139,19 @@ class Workers:
                         return
                     self._changed.wait()
                 self._free -= 1
-                job = self._jobs.popleft()
-                self._running[job] = time.monotonic()
-            self._finish(job, job.work)
-            del job  # else its objects would live until the next job arrives
+                work, cost, given_up = self._jobs.popleft()
+                self._running[me] = time.monotonic()
+            self._finish(work, cost)
+            del work, given_up  # else their objects would live until the next job arrives
 
-    def _finish(self, job: _Job, work: Callable[[], object] | None) -> None:
+    def _finish(self, work: Callable[[], object] | None, cost: int) -> None:
         try:
             if work is not None:
                 work()
         except BaseException:  # noqa: BLE001 - a library's panic is one; the thread has to live on
             _LOG.exception("a job of tier %s failed", self.name)
         with self._changed:
-            self._running.pop(job, None)
+            self._running.pop(threading.get_ident(), None)
             self._unfinished -= 1
-            self._cost -= job.cost
+            self._cost -= cost
             self._changed.notify_all()

@@ -13,7 +13,7 @@ from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, mark, origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvkeep.store.backends.memory import Lease
     from kvkeep.store.tiers.moves import Moves
@@ -246,24 +246,30 @@ class StoreRequest:
             here = tier.known(run)
             below |= here
             if not self._levels.planner.policy.exclusive:
-                for block, now in zip(run, admitted, strict=True):
-                    if block not in here and self._write(tier, block, now):
-                        below.add(block)
+                missing = [block for block in run if block not in here] if here else run
+                below |= self._write(tier, missing, dict(zip(run, admitted, strict=True)))
         return [block for block in run if block not in below]
 
-    def _write(self, tier: Tier, block: bytes, admitted: bool) -> bool:
-        """Queue the write of ``block`` to ``tier``, which lacks it; return whether it is queued."""
+    def _write(
+        self, tier: Tier, blocks: Sequence[bytes], admitted: Mapping[bytes, bool]
+    ) -> set[bytes]:
+        """Queue the writes of ``blocks`` to ``tier``, which lacks them; return the queued ones."""
+        if not blocks:
+            return set()
         if tier.codec.exact and not self._run_exact:
-            self._levels.losses.note([block], tier.name, "refused", "lossy")
-        elif not admitted:
-            self._refused.setdefault(tier.name, []).append(block)
-        elif tier.name in self._full:  # useless there without the earlier block it dropped
-            self._moves.note_refused(tier, block)
-        elif self._prompt.write(tier, block, self._left()):
-            return True
-        else:
+            self._levels.losses.note(blocks, tier.name, "refused", "lossy")
+            return set()
+        writes = [block for block in blocks if admitted[block]]
+        if len(writes) < len(blocks):
+            refused = self._refused.setdefault(tier.name, [])
+            refused += [block for block in blocks if not admitted[block]]
+        if tier.name in self._full:  # useless there without the earlier block it dropped
+            tier.refused(writes)
+            return set()
+        queued = self._prompt.write(tier, writes, self._until) if writes else set()
+        if len(queued) < len(writes):
             self._full.add(tier.name)
-        return False
+        return queued
 
     def _left(self) -> float:
         return max(0.0, self._until - time.monotonic())
