@@ -18,20 +18,30 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.blocks.stats import closed_is_illegal
+from kvkeep.store.blocks.base import closed_is_illegal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import RecordForms
     from kvkeep.store.kv.names import Names
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "PromptIds"]
+__all__ = [
+    "BASE",
+    "STATE",
+    "Position",
+    "PositionFinder",
+    "PositionPiece",
+    "PromptIds",
+    "ids_and_sizes",
+    "stored_prefix",
+]
 
 BASE: Final = -1
 STATE: Final = -2
@@ -56,6 +66,15 @@ class PositionPiece(NamedTuple):
     start: int
     stop: int
     raw_bytes: int
+
+
+def ids_and_sizes(pieces: Sequence[PositionPiece]) -> tuple[list[bytes], list[int]]:
+    """Return the ids of records, and their lengths."""
+    return [*map(_ID, pieces)], [*map(_RAW_BYTES, pieces)]
+
+
+_ID: Any = itemgetter(0)
+_RAW_BYTES: Any = itemgetter(4)
 
 
 class Position:
@@ -127,20 +146,12 @@ class PromptIds:
 
     def behind(self, start: int) -> PromptIds:
         """Return the same with another ``start``."""
-        if start == self.start:
-            return self
         other = PromptIds(self.forms, self.row, start, self.names)
         other._full = self._full
         return other
 
-    def copied(self) -> PromptIds:
-        """Return the same with tokens of its own, for what is named after the call returns."""
-        return PromptIds(self.forms, self.row.copy(), self.start, self.names)
-
     def private(self) -> PromptIds:
         """Return the same with all blocks named in its own namespace: no public ones."""
-        if not self.names.public:
-            return self
         return PromptIds(self.forms, self.row, self.start, self.names.private())
 
     def end(self, tokens: int) -> bytes:
@@ -180,9 +191,9 @@ class PromptIds:
         base, size = self.forms.base, self.size
         if base is None:
             return []
-        whole = base.raw_bytes(size)
+        whole, full = base.raw_bytes(size), self.full
         pieces = [
-            PositionPiece(self.full[number], BASE, number * size, (number + 1) * size, whole)
+            PositionPiece(full[number], BASE, number * size, (number + 1) * size, whole)
             for number in range(first, tokens // size)
         ]
         if rest := tokens % size:
@@ -242,8 +253,52 @@ def _tag(group: int, skip: int) -> bytes:
     return b"kvkeep record 1\n" + tag + b"\n"
 
 
+def stored_prefix(
+    tiered: TieredStore, prompt: PromptIds, until: float | None = None
+) -> Position | None:
+    """Return the longest stored prefix behind the prompt's start, where blocks have all layers.
+
+    Tiers that other processes write to are queried about whole blocks and about the end of the
+    prompt; about other tails only what is known here counts. None if nothing is stored.
+
+    Cost: a few µs a block, and about 2 µs for each token of the first block that is missing.
+    """
+    size, first = prompt.size, prompt.start // prompt.size
+    with closed_is_illegal():
+        levels = tiered.locate(prompt.full[first:], until)
+        tokens = (first + len(levels)) * size
+        if tokens < len(prompt):
+            for tail in _tails(tiered, prompt, first + len(levels)):
+                (level,) = tiered.locate_each([prompt.end(tail)], until)
+                if level is not None:
+                    levels.append(level)
+                    tokens = tail
+                    break
+    if tokens <= prompt.start:
+        return None
+    return Position(tokens, levels, lambda: prompt.base_pieces(tokens, first))
+
+
+def _tails(
+    tiered: TieredStore, prompt: PromptIds, number: int, *, ask: bool = True
+) -> Iterator[int]:
+    """Yield ends behind ``start`` inside of block ``number`` that may be stored, longest first.
+
+    The end of the prompt is one if tiers may be asked: it is one name, not one a token.
+    """
+    begin = number * prompt.size
+    most = min(prompt.size - 1, len(prompt) - begin)
+    least = max(0, prompt.start - begin)
+    if ask and most > least and begin + most == len(prompt):
+        yield begin + most
+        most -= 1
+    if most > least:
+        held = tiered.holders(prompt.tails(number)[least:most])
+        yield from (begin + n for n in range(most, least, -1) if held[n - least - 1])
+
+
 class PositionFinder:
-    """Finds the longest position of a prompt at which all records are stored.
+    """Finds the longest position of a prompt at which the records of all groups are stored.
 
     ``bad`` records count as missing: a read of them failed. Tiers that other processes write to
     are queried about the ends of blocks, and about the end of the prompt, in few queries; about
@@ -268,7 +323,6 @@ class PositionFinder:
         self._first = prompt.start // prompt.size
         self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
-        self._leading: list[int] = []
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
         self._batches = 0
@@ -306,13 +360,12 @@ class PositionFinder:
             return len(full)
         with closed_is_illegal():
             if self._ask:
-                self._leading = list(self._tiered.locate(full[first:], self._until))
+                leading = self._tiered.locate(full[first:], self._until)
             else:
                 held = takewhile(bool, self._tiered.holders(full[first:]))
-                self._leading = [min(levels) for levels in held]
-        if not self._names.forms.whole:
-            self._levels |= zip(full[first:], self._leading, strict=False)
-        return first + len(self._leading)
+                leading = [min(levels) for levels in held]
+        self._levels |= zip(full[first:], leading, strict=False)
+        return first + len(leading)
 
     # --- ends of blocks --------------------------------------------------------------------------
 
@@ -356,18 +409,17 @@ class PositionFinder:
 
     def _ends(self, number: int) -> Iterator[int]:
         """Yield where a position may be inside of block ``number``, the longest first."""
-        names, begin, knows = self._names, number * self._names.size, self._tiered.knows
+        names, begin = self._names, number * self._names.size
+        if names.forms.base is not None and names.forms.states is None:
+            yield from _tails(self._tiered, names, number, ask=self._ask)
+            return
         most = min(names.size - 1, len(names.row) - begin)
         least = max(0, self._start - begin)
         if self._ask and most > least and begin + most == len(names.row):
-            yield begin + most  # it is asked for: one name, not one a token
+            yield begin + most
             most -= 1
-        if names.forms.base is not None and names.forms.states is None:
-            ends = names.tails(number) if most > least else []
-            yield from (begin + n for n in range(most, least, -1) if knows(ends[n - 1]))
-        else:
-            ahead = range(begin + most, begin + least, -1)
-            yield from (at for at in ahead if any(map(knows, self._markers(at))))
+        ahead, knows = range(begin + most, begin + least, -1), self._tiered.knows
+        yield from (at for at in ahead if any(map(knows, self._markers(at))))
 
     def _markers(self, tokens: int) -> list[bytes]:
         """Return ids of which every position has one: of a state or window that ends there."""
@@ -451,13 +503,8 @@ class PositionFinder:
 
     def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
         """Return the position, None if it has no record: where chunks end, none may be needed."""
-        names, first = self._names, self._first
-        if names.forms.whole:
-            leading = self._leading
-            if tokens % names.size and (level := self._levels[names.end(tokens)]) is not None:
-                leading = [*leading, level]
-            return Position(tokens, leading, lambda: names.base_pieces(tokens, first))
-        pieces = names.base_pieces(tokens, first) + windows
+        names = self._names
+        pieces = names.base_pieces(tokens, self._first) + windows
         if names.forms.states is not None:
             pieces.append(names.state_piece(tokens))
         if not pieces:
