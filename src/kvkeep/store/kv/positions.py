@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.blocks.base import closed_is_illegal
+from kvkeep.store.kv.forms import BASE, STATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from kvkeep.store.tiers import TieredStore
 
 __all__ = [
-    "BASE",
-    "STATE",
     "Position",
     "PositionFinder",
     "PositionPiece",
@@ -42,10 +41,6 @@ __all__ = [
     "ids_and_sizes",
     "stored_prefix",
 ]
-
-BASE: Final = -1
-STATE: Final = -2
-"""Groups of records that are no window's; windows count from 0."""
 
 _BATCHES: Final = (16, 64, 256, 1024)
 """Positions in a query for states, nearest to the end first: the last one stored is wanted."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvkeep.store.blocks.base import runs_of, seconds_of
+from kvkeep.store.kv.forms import BASE
 from kvkeep.store.kv.paying import LoadPiece
-from kvkeep.store.kv.positions import BASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

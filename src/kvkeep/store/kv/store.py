@@ -34,12 +34,11 @@ from kvkeep.store.blocks.base import (
     seconds_of,
 )
 from kvkeep.store.identity import is_loaded
-from kvkeep.store.kv.forms import RecordForms, window_start
+from kvkeep.store.kv.forms import BASE, RecordForms, Snapshot, window_start
 from kvkeep.store.kv.misses import first_miss, misses_behind, state_miss
 from kvkeep.store.kv.names import TenantNames, store_namespace
 from kvkeep.store.kv.paying import choose_load
 from kvkeep.store.kv.positions import (
-    BASE,
     PositionFinder,
     PromptIds,
     ids_and_sizes,
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
     from kvkeep.store.blocks.base import Put, StoreStats
-    from kvkeep.store.kv.forms import KV, Layout, Snapshot
+    from kvkeep.store.kv.forms import KV, Layout
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.positions import Position
     from kvkeep.store.kv.transfers import Get, Loaded
@@ -304,11 +303,10 @@ class KVStore(Store):
         self._needs(snapshots=True, call="put_snapshot")
         began = self._begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
-        self._transfers.check(snapshot, len(prompt))
         wait, replace = switch("wait", wait), switch("replace", replace)
+        check_type("snapshot", snapshot, Snapshot, "a Snapshot")
         if not snapshot.start:
             self._requested(prompt)
-        prompt = prompt.cut(snapshot.tokens)
         put = self._transfers.put_snapshot(prompt, snapshot, wait=wait, replace=replace)
         return self._stored(began, snapshot.tokens - snapshot.start, put)
 

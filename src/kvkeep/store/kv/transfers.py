@@ -7,15 +7,13 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue, check_type, whole
 from kvkeep.store.blocks.base import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.forms import Snapshot
+from kvkeep.store.kv.forms import BASE, STATE, Snapshot, tokens_of
 from kvkeep.store.kv.misses import first_miss
 from kvkeep.store.kv.positions import (
-    BASE,
-    STATE,
     Position,
     PositionFinder,
     ids_and_sizes,
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvkeep.store.kv.forms import KV, KVForm, RecordForms
+    from kvkeep.store.kv.forms import KV, KVForm, Parts, RecordForms, State
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.positions import PositionPiece, PromptIds
     from kvkeep.store.tiers import Removed, TieredStore, Written
@@ -42,6 +40,7 @@ __all__ = ["Get", "Loaded", "Transfers"]
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write records for which a put waits."""
 
+_NO_STATE: Final[Mapping[tuple[int, str], Tensor]] = {}
 _TRIES: Final = 16
 """Positions that a get tries: each one but the first because a record of the last was bad."""
 
@@ -92,6 +91,14 @@ class Loaded(NamedTuple):
     slower: tuple[Miss, ...] = ()
 
 
+class _Held(NamedTuple):
+    """KV of one group of layers: its tensors, from token ``first`` on."""
+
+    form: KVForm
+    first: int
+    tensors: Parts
+
+
 class _Gap(Exception):
     """A record that the snapshot does not contain is not stored either."""
 
@@ -127,7 +134,7 @@ class Transfers:
         """
         form, start, size = self._forms.base, prompt.start, prompt.size
         assert form is not None
-        form.check(kv, len(prompt) - start)
+        held = {BASE: _Held(form, start, form.tensors(kv, len(prompt) - start))}
         first = -(-start // size)  # the first block of which kv has all tokens
         old = prompt.behind(first * size) if replace else None
         unread = len(prompt) - stop
@@ -136,22 +143,39 @@ class Transfers:
         end = stop - stop % size
         pieces = prompt.base_pieces(stop if tail and start <= end else end, first)
 
-        def fill(at: int, raw: memoryview) -> None:
-            _, _, begin, end, _ = pieces[at]
-            form.write(kv, begin - start, end - start, raw)
-
         end = pieces[-1].stop if pieces else first * size
-        written, failed = self._write(prompt, end, pieces, fill, old=old, wait=wait, exact=exact)
+        written, failed = self._write(prompt, end, pieces, held, old=old, wait=wait, exact=exact)
         lengths = [piece.stop - piece.start for piece in pieces]
         kept = sum(map(lengths.__getitem__, written.kept))
         skipped = sum(map(lengths.__getitem__, written.already))
         total = sum(lengths)
         return Put(kept, skipped, total - kept - skipped, stop - start - total, failed, unread)
 
-    def check(self, snapshot: Snapshot, length: int) -> None:
-        """Raise `InvalidValue` unless the snapshot fits the geometry and a prompt of ``length``."""
-        if not isinstance(snapshot, Snapshot):
-            raise InvalidValue(f"snapshot is {type(snapshot).__name__}; a Snapshot is needed")
+    def put_snapshot(
+        self, prompt: PromptIds, snapshot: Snapshot, *, wait: bool, replace: bool
+    ) -> Put:
+        """See `KVStore.put_snapshot`."""
+        held = self._held(snapshot, len(prompt))
+        tokens, start, prompt = snapshot.tokens, snapshot.start, prompt.cut(snapshot.tokens)
+        pieces = self._pieces(prompt, tokens, held)
+        old = prompt.behind(-(-start // prompt.size) * prompt.size) if replace else None
+        try:
+            written, failed = self._write(
+                prompt, tokens, pieces, held, snapshot.state,
+                old=old, wait=wait, exact=snapshot.exact,
+            )  # fmt: skip
+        except _Gap as gap:
+            ids = [piece.id for piece in pieces]
+            self._tiered.losses.note(ids, self._tiered.memory.name, "dropped", "no room")
+            return Put(0, 0, tokens - start, 0, gap.args[0])
+        return self._result(pieces, snapshot, held, written, failed)
+
+    def _held(self, snapshot: Snapshot, length: int) -> dict[int, _Held]:
+        """Return the tensors of a snapshot, by group.
+
+        Raises:
+            InvalidValue: it does not fit the geometry, or a prompt of ``length`` tokens.
+        """
         tokens, start = snapshot.tokens, snapshot.start
         for name in ("tokens", "start"):
             whole(f"Snapshot.{name}", getattr(snapshot, name))
@@ -162,62 +186,36 @@ class Transfers:
                 f"the snapshot has tokens {start} … {tokens}; the prompt has {length}, and one "
                 "token at least must be in front of the position"
             )
-        known = {layer for group in self._forms.kv for layer in group.layers}
+        known = {layer for form in self._forms.kv.values() for layer in form.layers}
         if more := set(snapshot.layers) - known:
             raise InvalidValue(
                 f"the snapshot has KV of the layers {sorted(more)}, which have no attention"
             )
-        if (base := self._forms.base) is not None:
-            have = base.tokens_of(snapshot.layers)
-            if have != tokens - start:
+        held: dict[int, _Held] = {}
+        for group, form in self._forms.kv.items():
+            tensors = form.tensors_of(snapshot.layers)
+            have, first = tokens_of(tensors), form.start_of(tokens)
+            if group == BASE and have != tokens - start:
                 raise InvalidValue(
-                    f"layer {base.layers[0]} of the snapshot has {have} tokens; those from "
+                    f"layer {form.layers[0]} of the snapshot has {have} tokens; those from "
                     f"start={start} to tokens={tokens} are {tokens - start}"
                 )
-        for window in self._forms.windows:
-            have, first = window.tokens_of(snapshot.layers), window.start_of(tokens)
-            if have > tokens or tokens - have > first:
+            if group != BASE and not tokens - first <= have <= tokens:
                 raise InvalidValue(
-                    f"layer {window.layers[0]} of the snapshot has {have} tokens; to go on behind "
+                    f"layer {form.layers[0]} of the snapshot has {have} tokens; to go on behind "
                     f"{tokens} it needs those from {first} on, and at most all {tokens}"
                 )
+            held[group] = _Held(form, tokens - have, tensors)
         if self._forms.states is not None:
             self._forms.states.check(snapshot.state)
         elif snapshot.state:
             raise InvalidValue("the snapshot has states, and the geometry has none")
-
-    def put_snapshot(
-        self, prompt: PromptIds, snapshot: Snapshot, *, wait: bool, replace: bool
-    ) -> Put:
-        """See `KVStore.put_snapshot`; the prompt ends at the snapshot's position."""
-        tokens, start, size = snapshot.tokens, snapshot.start, prompt.size
-        firsts = {
-            group: tokens - window.tokens_of(snapshot.layers)
-            for group, window in enumerate(self._forms.windows)
-        }
-        firsts[BASE] = start
-        pieces = self._pieces(prompt, tokens, firsts)
-        old = prompt.behind(-(-start // size) * size) if replace else None
-
-        def fill(at: int, raw: memoryview) -> None:
-            self._fill(pieces[at], snapshot, firsts, raw)
-
-        try:
-            written, failed = self._write(
-                prompt, tokens, pieces, fill, old=old, wait=wait, exact=snapshot.exact
-            )
-        except _Gap as gap:
-            ids = [piece.id for piece in pieces]
-            self._tiered.losses.note(ids, self._tiered.memory.name, "dropped", "no room")
-            return Put(0, 0, tokens - start, 0, gap.args[0])
-        return self._result(pieces, snapshot, firsts, written, failed)
+        return held
 
     def _pieces(
-        self, prompt: PromptIds, tokens: int, firsts: dict[int, int]
+        self, prompt: PromptIds, tokens: int, held: dict[int, _Held]
     ) -> list[PositionPiece]:
         """Return the records of a position in the order in which they are written.
-
-        ``firsts`` are, for each group, the first token of which the snapshot has KV.
 
         The state comes last, so that it is stored only if all other records are. Blocks of a window
         that no position behind a state needs are left out. Without states, records are in the order
@@ -225,7 +223,7 @@ class Transfers:
         """
         pieces = prompt.base_pieces(tokens)
         for group in range(len(self._forms.windows)):
-            first = firsts[group]
+            first = held[group].first
             spans = list(prompt.spans(group, tokens))
             if self._forms.states is None:  # without states, every end of a block is a position
                 begin = spans[-1][0] if spans else tokens
@@ -246,25 +244,11 @@ class Transfers:
             pieces.sort(key=lambda piece: piece.stop)
         return pieces
 
-    def _fill(
-        self, piece: PositionPiece, snapshot: Snapshot, firsts: dict[int, int], raw: memoryview
-    ) -> None:
-        if piece.group == STATE:
-            assert self._forms.states is not None
-            self._forms.states.write(snapshot.state, raw)
-            return
-        first, base = firsts[piece.group], self._forms.base
-        form = self._forms.windows[piece.group] if piece.group != BASE else base
-        assert form is not None
-        if piece.start < first:
-            raise _Gap
-        form.write(snapshot.layers, piece.start - first, piece.stop - first, raw)
-
     def _result(
         self,
         pieces: list[PositionPiece],
         snapshot: Snapshot,
-        firsts: dict[int, int],
+        held: dict[int, _Held],
         written: Written,
         failed: tuple[str, ...],
     ) -> Put:
@@ -277,7 +261,7 @@ class Transfers:
         kept, already = set(written.kept), set(written.already)
         counted = BASE if self._forms.base is not None else 0 if self._forms.windows else STATE
 
-        def tokens_of(which: set[int], most: int = snapshot.tokens) -> int:
+        def count(which: set[int], most: int = snapshot.tokens) -> int:
             return sum(
                 piece.stop - max(piece.start, snapshot.start)
                 for at, piece in enumerate(pieces)
@@ -285,16 +269,16 @@ class Transfers:
             )
 
         if len(kept) + len(already) < len(pieces):
-            new = tokens_of(kept, self._longest_end(pieces, firsts, kept | already))
-            skipped = tokens_of(already)
+            new = count(kept, self._longest_end(pieces, held, kept | already))
+            skipped = count(already)
             return Put(new, skipped, total - skipped - new, 0, failed)
-        new = tokens_of(kept)
+        new = count(kept)
         if counted == STATE and kept:
             new = total
         return Put(new, total - new, 0, 0, failed)
 
     def _longest_end(
-        self, pieces: list[PositionPiece], firsts: dict[int, int], stored: set[int]
+        self, pieces: list[PositionPiece], held: dict[int, _Held], stored: set[int]
     ) -> int:
         """Return the last end of a block that is a position if only some ``pieces`` are stored."""
         if self._forms.states is not None:
@@ -303,7 +287,7 @@ class Transfers:
         ends = {piece.stop for piece in pieces if piece.stop < missing.stop}
         for end in sorted(ends, reverse=True):
             if all(
-                window.start_of(end) >= firsts[group]
+                window.start_of(end) >= held[group].first
                 for group, window in enumerate(self._forms.windows)
             ):
                 return end
@@ -327,9 +311,9 @@ class Transfers:
         layers, any leading ones are of use; of a snapshot, all records of a position.
         """
         tiered, whole, start, since = self._tiered, self._forms.whole, prompt.start, time.time()
-        if out is not None:
-            assert self._forms.base is not None
-            self._forms.base.check_room(out, len(prompt) - start)
+        base, room = self._forms.base, None
+        if out is not None and base is not None:
+            room = out, base.room(out, len(prompt) - start)
         until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
         finder = None if whole else PositionFinder(tiered, prompt, until=until)
         slower = tuple[Miss, ...]()
@@ -342,7 +326,7 @@ class Transfers:
                 due, slower = _sooner(until, choice), choice.misses
             if position is None or not position.pieces:
                 break
-            reading = _Reading(self._forms, start, position, out, sink, tuples=tuples)
+            reading = _Reading(self._forms, start, position, room, sink, tuples=tuples)
             count = self._read(reading, due)
             if choice and due and count < len(position.pieces) and time.monotonic() >= due:
                 at = position.pieces[count - 1].stop if whole and count else start
@@ -416,7 +400,8 @@ class Transfers:
         prompt: PromptIds,
         tokens: int,
         pieces: list[PositionPiece],
-        fill: Callable[[int, memoryview], None],
+        held: dict[int, _Held],
+        state: Mapping[tuple[int, str], Tensor] = _NO_STATE,
         *,
         old: PromptIds | None,
         wait: bool,
@@ -427,6 +412,18 @@ class Transfers:
         ``old`` is deleted from its start on; ``exact`` counts tokens. Returns what was written, and
         the tiers that failed to delete.
         """
+
+        def fill(at: int, raw: memoryview) -> None:
+            _, group, start, stop, _ = pieces[at]
+            if group == STATE:
+                assert self._forms.states is not None
+                self._forms.states.write(state, raw)
+                return
+            form, first, tensors = held[group]
+            if start < first:
+                raise _Gap
+            form.write(tensors, start - first, stop - first, raw)
+
         failed: tuple[str, ...] = ()
         with nullcontext() if old is None else self._replacing:
             if old is not None:  # what tenants share under public names stays
@@ -484,7 +481,7 @@ class _Reading:
         forms: RecordForms,
         start: int,
         position: Position,
-        out: KV | None,
+        room: tuple[KV, Parts] | None,
         sink: Sink | None,
         *,
         tuples: bool,
@@ -498,19 +495,22 @@ class _Reading:
         self._sink = sink
         self._pieces = position.pieces
         tokens, base = position.tokens, forms.base
-        self._into: dict[int, tuple[KVForm, int, Any]] = {}
-        for group, window in enumerate(forms.windows):
-            first = window.start_of(tokens)
-            self._into[group] = window, first, window.empty(tokens - first)
-        into: Any = out
-        if base is not None and out is None and sink is None:
-            if forms.whole:
-                into = base.empty_block(tokens - start, tuples=tuples)
-            else:
-                into = base.empty(tokens - start)
-        if base is not None and into is not None:
-            self._into[BASE] = base, start, into
-        self._state: dict[tuple[int, str], Tensor] = {}
+        self._held: dict[int, _Held] = {}
+        self._kv: KV | None = None  # where blocks have all layers
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._state: State = {}
+        if not forms.whole:
+            for group, form in forms.kv.items():
+                first = start if group == BASE else form.start_of(tokens)
+                layers = form.empty(tokens - first)
+                self._layers |= layers
+                self._held[group] = _Held(form, first, form.tensors_of(layers))
+        elif base is not None and room is not None:
+            self._kv = room[0]
+            self._held[BASE] = _Held(base, start, room[1])
+        elif base is not None and sink is None:
+            self._kv = base.empty_block(tokens - start, tuples=tuples)
+            self._held[BASE] = _Held(base, start, base.tensors(self._kv, tokens - start))
 
     def take(self, at: int, raw: memoryview) -> None:
         """Copy a record."""
@@ -519,13 +519,13 @@ class _Reading:
             assert self._forms.states is not None
             self._state = self._forms.states.read(raw)
             return
-        if group in self._into:
-            form, first, into = self._into[group]
+        if group in self._held:
+            form, first, tensors = self._held[group]
             begin = max(start, first)
-            form.read(raw, stop - start, begin - start, into, begin - first)
+            form.read(raw, stop - start, begin - start, tensors, begin - first)
         if self._sink is not None and self._forms.base is not None:
             begin = max(start, self._start)
-            kv = self._forms.base.view(raw, stop - start, skip=begin - start)
+            kv = self._forms.base.view(raw, stop - start, begin - start)
             self.wanted = self._sink(begin, stop, kv, self.sources[-1])
 
     def cancelled(self) -> bool:
@@ -534,17 +534,15 @@ class _Reading:
 
     def kv(self, end: int) -> KV | None:
         """Return the KV up to token ``end``, where blocks have all layers; None: a sink has it."""
-        if BASE not in self._into:
+        if self._kv is None or self._forms.base is None:
             return None
-        form, start, into = self._into[BASE]
-        return form.cut(into, 0, end - start)
+        return self._forms.base.cut(self._kv, end - self._start)
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot, after all records were read."""
         tokens, pieces = self.position.tokens, self.position.pieces
-        layers = {key: kv for _, _, some in self._into.values() for key, kv in some.items()}
         # Behind the first that is not, no word is given; of a state, its last token is lost.
         exact = min(
             (piece.start - (piece.group == STATE) for piece in pieces[self.exact :]), default=None
         )
-        return Snapshot(tokens, self._start, dict(sorted(layers.items())), self._state, exact)
+        return Snapshot(tokens, self._start, dict(sorted(self._layers.items())), self._state, exact)
