@@ -333,7 +333,6 @@ class KVStore(Store):
         form: Literal["tensor", "tuples"] = "tensor",
         sources: list[tuple[str, int]] | None = None,
         pays: bool = False,
-        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> Get:
         """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
@@ -355,8 +354,6 @@ class KVStore(Store):
             pays: load only what is faster to load than to compute (`worth_loading`), and end a load
                 that becomes slower than that. All is loaded until ``cost.prefill`` has observed
                 a pass or has a seed.
-            slower: a list to which the reasons are appended for tokens that are stored and were
-                not loaded because computing is faster.
             extra: as in `put`.
 
         Raises:
@@ -367,7 +364,7 @@ class KVStore(Store):
         given: object = form
         if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
-        _check_lists(sources, slower)
+        check_type("sources", sources, list | None, "a list")
         if sink is not None and not callable(sink):
             raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
@@ -376,7 +373,7 @@ class KVStore(Store):
         loaded = self._transfers.get(
             prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline, choose=choose
         )
-        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources)
         return loaded.get
 
     def worth_loading(
@@ -414,7 +411,6 @@ class KVStore(Store):
         tenant: str | None = None,
         sources: list[tuple[str, int]] | None = None,
         pays: bool = False,
-        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> Snapshot | None:
         """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
@@ -429,7 +425,7 @@ class KVStore(Store):
             limit: the longest position that is of use; by default all tokens.
             deadline: seconds from now.
             sources, extra: as in `get`.
-            pays, slower: as in `get`; the position is loaded whole or not at all.
+            pays: as in `get`; the position is loaded whole or not at all.
 
         The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
         tokens from `window_start` on.
@@ -443,11 +439,11 @@ class KVStore(Store):
         began = self._begin()
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
-        _check_lists(sources, slower)
+        check_type("sources", sources, list | None, "a list")
         if limit is not None:
             prompt = prompt.cut(whole("limit", limit, prompt.start, len(prompt)))
         loaded = self._transfers.get(prompt, deadline=deadline, choose=choose)
-        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources)
         return loaded.snapshot
 
     @property
@@ -464,13 +460,10 @@ class KVStore(Store):
         asked: int,
         loaded: Loaded,
         sources: list[tuple[str, int]] | None,
-        slower: list[Miss] | None,
     ) -> None:
-        """Count and log a get, and hand on what is said of it."""
+        """Count and log a get."""
         if sources is not None:
             sources += loaded.tiers
-        if slower is not None:
-            slower += loaded.slower
         moved = loaded.tokens
         self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
         if began:
@@ -890,11 +883,6 @@ class KVStore(Store):
 
     def __repr__(self) -> str:
         return f"<KVStore of {self.namespace.model} over {self._places}>"
-
-
-def _check_lists(sources: object, slower: object) -> None:
-    for name, value in (("sources", sources), ("slower", slower)):
-        check_type(name, value, list | None, "a list")
 
 
 def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue, check_type, whole
@@ -20,7 +19,6 @@ from kvkeep.store.kv.positions import (
     stored_prefix,
 )
 from kvkeep.store.kv.prompts import Followers, load_pieces, tokens_by_tier
-from kvkeep.store.tiers import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from kvkeep.store.kv.forms import KV, KVForm, Parts, RecordForms, State
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.positions import PositionPiece, PromptIds
-    from kvkeep.store.tiers import Removed, TieredStore, Written
+    from kvkeep.store.tiers import Miss, Removed, TieredStore, Written
 
     Choose = Callable[[list[LoadPiece]], LoadChoice]
     Sink = Callable[[int, int, KV, str], bool]
@@ -81,14 +79,12 @@ class Loaded(NamedTuple):
         snapshot: of records of each group of layers; None if no position was read.
         tokens: that it saves.
         tiers: ``(tier, tokens)`` in order.
-        slower: what was stored and not loaded because computing is faster.
     """
 
     get: Get
     snapshot: Snapshot | None = None
     tokens: int = 0
     tiers: tuple[tuple[str, int], ...] = ()
-    slower: tuple[Miss, ...] = ()
 
 
 class _Held(NamedTuple):
@@ -316,21 +312,21 @@ class Transfers:
             room = out, base.room(out, len(prompt) - start)
         until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
         finder = None if whole else PositionFinder(tiered, prompt, until=until)
-        slower = tuple[Miss, ...]()
+        slower: Miss | None = None  # why what is stored is not loaded
         for _ in range(1 if whole else _TRIES):
             position = stored_prefix(tiered, prompt, until) if finder is None else finder.longest()
             choice, due = None, until
             if position is not None and choose is not None:
                 choice = choose(load_pieces(position, prompt, tiered.names))
                 position = self._worth(position, choice)
-                due, slower = _sooner(until, choice), choice.misses
+                due, slower = _sooner(until, choice), next(iter(choice.misses), None)
             if position is None or not position.pieces:
                 break
             reading = _Reading(self._forms, start, position, room, sink, tuples=tuples)
             count = self._read(reading, due)
             if choice and due and count < len(position.pieces) and time.monotonic() >= due:
                 at = position.pieces[count - 1].stop if whole and count else start
-                slower = (choice.overtaken(at, tiered.names[position.levels[count]]), *slower)
+                slower = choice.overtaken(at, tiered.names[position.levels[count]])
             if count == len(position.pieces) or (whole and count):
                 return self._loaded(prompt, reading, count, slower, since)
             if finder is None or slower:
@@ -338,36 +334,31 @@ class Transfers:
             # What was read is read again, most likely from memory, if a shorter position needs it:
             # then all records of a result were there at one time, also after a replacement.
             finder.bad(position.pieces[count])
-        miss = slower[0] if slower else None
-        if whole and not slower:
-            miss = first_miss(tiered, prompt, start, since)
-        return Loaded(Get(None, 0, None, miss), slower=slower)
+        if whole and slower is None:
+            slower = first_miss(tiered, prompt, start, since)
+        return Loaded(Get(None, 0, None, slower))
 
     def _loaded(
         self,
         prompt: PromptIds,
         reading: _Reading,
         count: int,
-        slower: tuple[Miss, ...],
+        miss: Miss | None,
         since: float,
     ) -> Loaded:
         """Return what was read: ``count`` records, of a snapshot all that it needs."""
         pieces, exact, start = reading.position.pieces, reading.exact, prompt.start
         end = reading.position.tokens if count == len(pieces) else pieces[count - 1].stop
         given = zip(pieces, reading.sources, strict=False)
-        loaded = partial(
-            Loaded, tokens=end - start, tiers=runs_of(tokens_by_tier(given, end, start)),
-            slower=slower,
-        )  # fmt: skip
+        tiers = runs_of(tokens_by_tier(given, end, start))
         if not self._forms.whole:
             self._note(prompt, end, pieces)
-            return loaded(Get(None, 0), reading.snapshot())
+            return Loaded(Get(None, 0), reading.snapshot(), end - start, tiers)
         self._note(prompt, end, (), start // prompt.size)
-        miss = slower[0] if slower else None
-        if reading.wanted and not slower:
+        if reading.wanted and miss is None:
             miss = first_miss(self._tiered, prompt, end, since)
         until = None if exact == count else pieces[exact - 1].stop if exact else start
-        return loaded(Get(reading.kv(end), end - start, until, miss))
+        return Loaded(Get(reading.kv(end), end - start, until, miss), None, end - start, tiers)
 
     def _worth(self, position: Position, choice: LoadChoice) -> Position:
         """Return the records to load; read some of the others if that may teach what reads take."""
