@@ -110,7 +110,8 @@ class _Part(NamedTuple):
 
     def of(self, tokens: int) -> tuple[int, ...]:
         """Return the shape with so many tokens."""
-        return tuple(tokens if size < 0 else size for size in self.shape)
+        at = len(self.shape) + self.axis
+        return *self.shape[:at], tokens, *self.shape[at + 1 :]
 
 
 class KVForm:
@@ -299,24 +300,37 @@ class KVForm:
     def write(self, tensors: Parts, start: int, stop: int, raw: memoryview) -> None:
         """Copy tokens ``start`` … ``stop - 1`` of ``tensors`` into a record's raw bytes."""
         count = stop - start
+        if len(tensors) == 1 and self.kind is None:
+            ((part, tensor),) = tensors
+            view = torch.frombuffer(raw, dtype=self._dtype).view(part.shape)
+            _copy(view, tensor.narrow(part.axis, start, count))
+            return
         views = self._views(raw, count, [part for part, _ in tensors])
-        cut = [tensor.narrow(part.axis, start, count) for part, tensor in tensors]
-        _copy(views, cut)
+        _copy_all(views, [tensor.narrow(part.axis, start, count) for part, tensor in tensors])
         if self.kind is not None:
             raw[-1] = self.kind
 
     def read(self, raw: memoryview, tokens: int, skip: int, into: Parts, start: int) -> None:
         """Copy a record of ``tokens`` tokens, without the first ``skip``, to token ``start`` on."""
-        views, count = self._views(raw, tokens, [part for part, _ in into]), tokens - skip
-        if skip:
-            axes = [part.axis for part, _ in into]
-            views = [v.narrow(axis, skip, count) for v, axis in zip(views, axes, strict=True)]
-        _copy([tensor.narrow(part.axis, start, count) for part, tensor in into], views)
+        count = tokens - skip
+        if len(into) == 1 and self.kind is None:
+            ((part, tensor),) = into
+            view = torch.frombuffer(raw, dtype=self._dtype).view(part.shape)
+            _copy(
+                tensor.narrow(part.axis, start, count),
+                view.narrow(part.axis, skip, count) if skip else view,
+            )
+            return
+        views = self._views(raw, tokens, [part for part, _ in into])
+        _copy_all(
+            [tensor.narrow(part.axis, start, count) for part, tensor in into],
+            [v.narrow(part.axis, skip, count) for v, (part, _) in zip(views, into, strict=True)],
+        )
 
     def view(self, raw: memoryview, tokens: int, skip: int) -> KV:
         """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
         if self._whole is not None:
-            (whole,) = self._views(raw, tokens, [self._whole])
+            whole = torch.frombuffer(raw, dtype=self._dtype).view(self._whole.shape)
             return whole.narrow(self._tokens_at, skip, tokens - skip)
         flat = [part for parts in self._parts.values() for part in parts]
         views = iter(self._views(raw, tokens, flat))
@@ -328,8 +342,6 @@ class KVForm:
     def _views(self, raw: memoryview, tokens: int, parts: Sequence[_Part]) -> list[Tensor]:
         """Return the raw bytes of a record as the tensors ``parts``."""
         flat = torch.frombuffer(raw if self.kind is None else raw[:-1], dtype=self._dtype)
-        if len(parts) == 1:
-            return [flat.view(parts[0].shape)]
         sizes = [tokens * part.heads * part.width for part in parts]
         pieces = torch.split(flat, sizes)
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
@@ -496,11 +508,16 @@ class Snapshot:
 
 
 @torch.inference_mode()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each of ``sources``, all of which are cut before, outside of inference mode.
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy ``source``; both are cut before, outside of inference mode.
 
     In inference mode, because autograd refuses copies from or into some tensors it tracks, and into
     tensors that were made in inference mode.
     """
+    target.copy_(source)
+
+
+@torch.inference_mode()
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -275,11 +275,17 @@ def stored_prefix(
 
 
 def _tails(
-    tiered: TieredStore, prompt: PromptIds, number: int, *, ask: bool = True
+    tiered: TieredStore,
+    prompt: PromptIds,
+    number: int,
+    *,
+    ask: bool = True,
+    stored: Callable[[int], bool] | None = None,
 ) -> Iterator[int]:
     """Yield ends behind ``start`` inside of block ``number`` that may be stored, longest first.
 
-    The end of the prompt is one if tiers may be asked: it is one name, not one a token.
+    ``stored`` says of an end whether it may be; by default its base record is. The end of the
+    prompt is one if tiers may be asked: it is one name, not one a token.
     """
     begin = number * prompt.size
     most = min(prompt.size - 1, len(prompt) - begin)
@@ -287,9 +293,12 @@ def _tails(
     if ask and most > least and begin + most == len(prompt):
         yield begin + most
         most -= 1
-    if most > least:
+    ends = range(begin + most, begin + least, -1)
+    if stored is not None:
+        yield from filter(stored, ends)
+    elif ends:
         held = tiered.holders(prompt.tails(number)[least:most])
-        yield from (begin + n for n in range(most, least, -1) if held[n - least - 1])
+        yield from (end for end, levels in zip(ends, reversed(held), strict=True) if levels)
 
 
 class PositionFinder:
@@ -335,18 +344,21 @@ class PositionFinder:
 
     def longest(self) -> Position | None:
         """Return the longest position behind ``start``, None if there is none."""
+        prompt, last = self._names, self._reach
+        forms = prompt.forms
+        stored = None if forms.base is not None and forms.states is None else self._marked
         with closed_is_illegal():
-            return self._longest()
-
-    def _longest(self) -> Position | None:
-        size = self._names.size
-        block = self._longest_block()
-        at = 0 if block is None else block.tokens // size
-        for number in range(self._reach, max(at, self._first) - 1, -1):
-            found = self._longest_tail(number)
-            if found is not None:
-                return found
-        return block
+            for number in range(self._reach, self._first - 1, -1):
+                for tokens in _tails(self._tiered, prompt, number, ask=self._ask, stored=stored):
+                    if isinstance(position := self._at(tokens), Position):
+                        return position
+                if self._first < number <= last:
+                    position = self._at(number * prompt.size)
+                    if isinstance(position, Position):
+                        return position
+                    # No end of a block behind a missing record of a window can do without it.
+                    last = number if position is None else position // prompt.size
+        return None
 
     def _find_reach(self) -> int:
         """Return how many leading blocks the layers that keep every token have."""
@@ -362,27 +374,44 @@ class PositionFinder:
         self._levels |= zip(full[first:], leading, strict=False)
         return first + len(leading)
 
-    # --- ends of blocks --------------------------------------------------------------------------
+    def _at(self, tokens: int) -> Position | int | None:
+        """Return the position at ``tokens``; None if it is none.
 
-    def _longest_block(self) -> Position | None:
-        number, names = self._reach, self._names
-        least = self._start // names.size
-        while number > least:
-            if names.forms.states is not None and not self._has_state(number):
-                number -= 1
-                continue
-            tokens = number * names.size
-            windows = self._windows(tokens)
-            if isinstance(windows, list):
-                if (found := self._position(tokens, windows)) is not None:
-                    return found
-                number -= 1
-                continue
-            # No end of a block behind the missing record can do without it.
-            number = min(number - 1, windows // names.size)
-        return None
+        Where a window's record is missing, return its block's first token.
+        """
+        prompt, size = self._names, self._names.size
+        forms, tail = prompt.forms, tokens % size
+        needed = [prompt.end(tokens)] if tail and forms.base is not None else []
+        if forms.states is not None:
+            needed.append(prompt.state(tokens))
+        if tail:
+            ends = [
+                prompt.window(group, stop, start % size)
+                for group in range(len(forms.windows))
+                for start, stop in prompt.spans(group, tokens)
+                if start >= tokens - tail or start % size
+            ]
+            self._look_up([*needed, *ends])
+        elif forms.states is not None:
+            self._look_up_states(tokens // size)
+        if any(self._levels[block] is None for block in needed):
+            return None
+        windows = list[PositionPiece]()
+        for group in range(len(forms.windows)):
+            found = self._window(group, tokens)
+            if isinstance(found, int):
+                return found
+            windows += found
+        pieces = prompt.base_pieces(tokens, self._first) + windows
+        if forms.states is not None:
+            pieces.append(prompt.state_piece(tokens))
+        levels = [level for piece in pieces if (level := self._levels[piece.id]) is not None]
+        assert len(levels) == len(pieces)
+        # Where chunks end, no record may be needed; then it is none.
+        return Position(tokens, levels, pieces) if pieces else None
 
-    def _has_state(self, number: int) -> bool:
+    def _look_up_states(self, number: int) -> None:
+        """Look up the state at the end of block ``number``, with those of some ends before it."""
         while self._states_from > number:
             batch = _BATCHES[min(self._batches, len(_BATCHES) - 1)]
             begin = max(1, self._states_from - batch)
@@ -390,79 +419,35 @@ class PositionFinder:
             self._look_up([self._names.state(end * self._names.size) for end in ends])
             self._states_from = begin
             self._batches += 1
-        return self._levels[self._names.state(number * self._names.size)] is not None
 
-    # --- tails -----------------------------------------------------------------------------------
-
-    def _longest_tail(self, number: int) -> Position | None:
-        """Return the longest position inside of block ``number``, whose beginning is stored."""
-        for tokens in self._ends(number):
-            pieces = self._tail(tokens)
-            if pieces is not None and (found := self._position(tokens, pieces)) is not None:
-                return found
-        return None
-
-    def _ends(self, number: int) -> Iterator[int]:
-        """Yield where a position may be inside of block ``number``, the longest first."""
-        names, begin = self._names, number * self._names.size
-        if names.forms.base is not None and names.forms.states is None:
-            yield from _tails(self._tiered, names, number, ask=self._ask)
-            return
-        most = min(names.size - 1, len(names.row) - begin)
-        least = max(0, self._start - begin)
-        if self._ask and most > least and begin + most == len(names.row):
-            yield begin + most
-            most -= 1
-        ahead, knows = range(begin + most, begin + least, -1), self._tiered.knows
-        yield from (at for at in ahead if any(map(knows, self._markers(at))))
-
-    def _markers(self, tokens: int) -> list[bytes]:
-        """Return ids of which every position has one: of a state or window that ends there."""
+    def _marked(self, tokens: int) -> bool:
+        """Whether a state or window is known to end at ``tokens``: every position has one."""
         names = self._names
         if names.forms.states is not None:
-            return [names.state(tokens)]
-        whole = [names.window(0, tokens)]
-        return whole + [
+            return self._tiered.knows(names.state(tokens))
+        ids = [names.window(0, tokens)]
+        ids += [
             names.window(0, stop, start % names.size)
             for start, stop in names.spans(0, tokens)
             if stop == tokens and start % names.size
         ]
+        return any(map(self._tiered.knows, ids))
 
-    def _tail(self, tokens: int) -> list[PositionPiece] | None:
-        names, begin = self._names, tokens - tokens % self._names.size
-        needed = [names.end(tokens)] if names.forms.base is not None else []
-        needed += [names.state(tokens)] if names.forms.states is not None else []
-        for group in range(len(names.forms.windows)):
-            for start, stop in names.spans(group, tokens):
-                if start >= begin or start % names.size:
-                    needed.append(names.window(group, stop, start % names.size))
-        self._look_up(needed)
-        fixed = needed[: (names.forms.base is not None) + (names.forms.states is not None)]
-        if any(self._levels[one] is None for one in fixed):
-            return None
-        windows = self._windows(tokens)
-        return windows if isinstance(windows, list) else None
-
-    # --- windows ---------------------------------------------------------------------------------
-
-    def _windows(self, tokens: int) -> list[PositionPiece] | int:
-        """Return the windows' records of a position; of a missing one, its block's first token."""
-        names, size = self._names, self._names.size
+    def _window(self, group: int, tokens: int) -> list[PositionPiece] | int:
+        """Return a window's records of a position; of a missing one, its block's first token."""
+        names = self._names
         found: list[PositionPiece] = []
-        for group in range(len(names.forms.windows)):
-            mine: list[PositionPiece] = []
-            for start, stop in names.spans(group, tokens):
-                begin = start - start % size
-                whole = names.window_piece(group, begin, stop)
-                cut = names.window_piece(group, start, stop)
-                if self._window_level(whole, group) is not None:
-                    mine.append(whole)
-                elif start > begin and self._level(cut.id) is not None:
-                    mine.append(cut)
-                else:
-                    return begin
-            found += reversed(mine)
-        return found
+        for start, stop in names.spans(group, tokens):
+            begin = start - start % names.size
+            whole = names.window_piece(group, begin, stop)
+            if self._window_level(whole, group) is not None:
+                found.append(whole)
+                continue
+            cut = names.window_piece(group, start, stop)
+            if start == begin or self._level(cut.id) is None:
+                return begin
+            found.append(cut)
+        return found[::-1]
 
     def _window_level(self, piece: PositionPiece, group: int) -> int | None:
         """Return the level of a window's record; look up those of blocks before it, too."""
@@ -485,8 +470,6 @@ class PositionFinder:
             self._look_up([block])
         return self._levels[block]
 
-    # --- common ----------------------------------------------------------------------------------
-
     def _look_up(self, blocks: Iterable[bytes]) -> None:
         """Record the levels of ``blocks``, with one query of each tier that must be queried."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._levels]
@@ -495,15 +478,3 @@ class PositionFinder:
         else:
             held = self._tiered.holders(new)
             self._levels |= zip(new, (min(one) if one else None for one in held), strict=True)
-
-    def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
-        """Return the position, None if it has no record: where chunks end, none may be needed."""
-        names = self._names
-        pieces = names.base_pieces(tokens, self._first) + windows
-        if names.forms.states is not None:
-            pieces.append(names.state_piece(tokens))
-        if not pieces:
-            return None
-        levels = [self._levels[piece.id] for piece in pieces]
-        assert None not in levels
-        return Position(tokens, [level for level in levels if level is not None], pieces)

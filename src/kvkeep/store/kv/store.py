@@ -462,13 +462,14 @@ class KVStore(Store):
         sources: list[tuple[str, int]] | None,
     ) -> None:
         """Count and log a get."""
+        tiers = runs_of(loaded.tiers) if began or sources is not None else ()
         if sources is not None:
-            sources += loaded.tiers
+            sources += tiers
         moved = loaded.tokens
         self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
         if began:
             size = moved * self.geometry.bytes_per_token
-            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=loaded.tiers)
+            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=tiers)
 
     def _stored(self, began: float, asked: int, put: Put) -> Put:
         """Count and log a put; return it."""

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue, check_type, whole
-from kvkeep.store.blocks.base import Put, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.base import Put, closed_is_illegal, seconds_of
 from kvkeep.store.kv.forms import BASE, STATE, Snapshot, tokens_of
 from kvkeep.store.kv.misses import first_miss
 from kvkeep.store.kv.positions import (
@@ -21,7 +21,7 @@ from kvkeep.store.kv.positions import (
 from kvkeep.store.kv.prompts import Followers, load_pieces, tokens_by_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -78,13 +78,13 @@ class Loaded(NamedTuple):
         get: of blocks of all layers.
         snapshot: of records of each group of layers; None if no position was read.
         tokens: that it saves.
-        tiers: ``(tier, tokens)`` in order.
+        tiers: yields ``(tier, tokens)`` in order, once.
     """
 
     get: Get
     snapshot: Snapshot | None = None
     tokens: int = 0
-    tiers: tuple[tuple[str, int], ...] = ()
+    tiers: Iterable[tuple[str, int]] = ()
 
 
 class _Held(NamedTuple):
@@ -350,7 +350,7 @@ class Transfers:
         pieces, exact, start = reading.position.pieces, reading.exact, prompt.start
         end = reading.position.tokens if count == len(pieces) else pieces[count - 1].stop
         given = zip(pieces, reading.sources, strict=False)
-        tiers = runs_of(tokens_by_tier(given, end, start))
+        tiers = tokens_by_tier(given, end, start)
         if not self._forms.whole:
             self._note(prompt, end, pieces)
             return Loaded(Get(None, 0), reading.snapshot(), end - start, tiers)
@@ -374,7 +374,8 @@ class Transfers:
         left = None if until is None else max(0.0, until - time.monotonic())
         count, reading.exact = self._tiered.read(
             *ids_and_sizes(position.pieces), reading.take, levels=position.levels,
-            deadline=left, cancelled=reading.cancelled, sources=reading.sources,
+            deadline=left, sources=reading.sources,
+            cancelled=None if reading.sink is None else lambda: not reading.wanted,
         )  # fmt: skip
         return count
 
@@ -483,7 +484,7 @@ class _Reading:
         self.exact = 0
         self._forms = forms
         self._start = start
-        self._sink = sink
+        self.sink = sink
         self._pieces = position.pieces
         tokens, base = position.tokens, forms.base
         self._held: dict[int, _Held] = {}
@@ -514,14 +515,10 @@ class _Reading:
             form, first, tensors = self._held[group]
             begin = max(start, first)
             form.read(raw, stop - start, begin - start, tensors, begin - first)
-        if self._sink is not None and self._forms.base is not None:
+        if self.sink is not None and self._forms.base is not None:
             begin = max(start, self._start)
             kv = self._forms.base.view(raw, stop - start, begin - start)
-            self.wanted = self._sink(begin, stop, kv, self.sources[-1])
-
-    def cancelled(self) -> bool:
-        """Whether the sink wants no more."""
-        return not self.wanted
+            self.wanted = self.sink(begin, stop, kv, self.sources[-1])
 
     def kv(self, end: int) -> KV | None:
         """Return the KV up to token ``end``, where blocks have all layers; None: a sink has it."""
