@@ -77,7 +77,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "pin": lambda s: s.pin(KEYS, 1.0),
         "pin_memory": lambda s: s.pin_memory(),
         "returns": lambda s: s.returns(16),
-        "replay": lambda s: s.replay(),
+        "replay": lambda s: s.replay([]),
         "remove": lambda s: s.remove(KEYS),
         "clear": lambda s: s.clear(),
         "flush": lambda s: s.flush(1.0),

@@ -8,7 +8,7 @@ returns.py  follows conversations by their blocks, also for stores in other proc
 from __future__ import annotations
 
 from kvkeep.store.blocks.base import Lookup, Put, StoreStats
-from kvkeep.store.blocks.returns import BlockReturns, ReturnNotes, ReturnRecorder, ReturnReplay
+from kvkeep.store.blocks.returns import BlockReturns, ReturnRecorder
 from kvkeep.store.blocks.store import BlockStore
 
 __all__ = [
@@ -16,8 +16,6 @@ __all__ = [
     "BlockStore",
     "Lookup",
     "Put",
-    "ReturnNotes",
     "ReturnRecorder",
-    "ReturnReplay",
     "StoreStats",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import InvalidValue, check_type, listed, told, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
 from kvkeep.store.blocks.base import Store, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.blocks.returns import BlockReturns, ReturnReplay
+from kvkeep.store.blocks.returns import BlockReturns
 from kvkeep.store.tiers import PROMPT_TOKENS, note_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkeep.core.cost import CostModel
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.tiers import Removed, TieringPolicy, TierStats
+    from kvkeep.store.tiers import Removed, ReturnNotes, TieringPolicy, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -296,10 +296,13 @@ class BlockStore(Store):
         size = whole("block_tokens", block_tokens, 1)
         return BlockReturns(size, self._tiered.conversations, self._space)
 
-    def replay(self) -> ReturnReplay:
-        """Return what tells this store of conversations that another process follows."""
+    def replay(self, notes: ReturnNotes) -> None:
+        """Tell the tiers of conversations that another process follows with a `ReturnRecorder`.
+
+        Calls must be in order, from one thread at a time.
+        """
         self._tiered.check_open()
-        return ReturnReplay(self._tiered.conversations, self._space)
+        self._tiered.conversations.replay(notes, self._space)
 
     @property
     def must_ask(self) -> bool:
