@@ -19,7 +19,7 @@ from kvkeep.serve.server import families
 from kvkeep.serve.server.engine_costs import EngineCosts
 from kvkeep.serve.server.metrics import ServerMetrics
 from kvkeep.serve.server.pins import PoolPins
-from kvkeep.store.blocks.stats import StoreStats
+from kvkeep.store.blocks import StoreStats
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from request_events import Requests
 

@@ -77,7 +77,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
         "pin": lambda s: s.pin(KEYS, 1.0),
         "pin_memory": lambda s: s.pin_memory(),
         "returns": lambda s: s.returns(16),
-        "replay": lambda s: s.replay(),
+        "replay": lambda s: s.replay([]),
         "remove": lambda s: s.remove(KEYS),
         "clear": lambda s: s.clear(),
         "flush": lambda s: s.flush(1.0),
@@ -119,7 +119,7 @@ CALLS: dict[type, dict[str, Callable[[Any], object]]] = {
 }
 # What a closed store still tells, or does: nothing of it finds, moves or deletes a block.
 ANSWERS: dict[type, set[str]] = {
-    KVStore: {"close", "stats", "check", "tiers", "shared", "snapshots"},
+    KVStore: {"close", "stats", "check", "tiers", "snapshots"},
     BlockStore: {"close", "stats", "check"},
     TieredStore: {"close", "stats", "check", "inherited"},
     Prefetch: {"done", "cancel", "start"},
@@ -162,7 +162,7 @@ def test_every_method_of_a_closed_store_says_so(kind: type, tmp_path: Path) -> N
     for name, call in CALLS[kind].items():
         with pytest.raises(IllegalStep, match="closed"):
             pytest.fail(f"{name} answers {call(one)!r}")
-    for name in ANSWERS[kind] - {"shared"}:
+    for name in ANSWERS[kind]:
         value = getattr(one, name)
         if callable(value):
             value()
@@ -265,7 +265,6 @@ def test_a_forked_process_is_told_to_open_a_store_of_its_own(kind: type, tmp_pat
     """It has no thread that would write or read; sockets and queues are its parent's."""
     one, close = opened(kind, tmp_path)
     shared: dict[str, Any] = {"tiers": ["memory://1MiB", disk(tmp_path / "d")]}
-    named = KVStore.shared("named", GQA, model="a@1", **shared)
 
     def ask() -> None:
         for name, call in CALLS[kind].items():
@@ -273,13 +272,11 @@ def test_a_forked_process_is_told_to_open_a_store_of_its_own(kind: type, tmp_pat
                 pytest.fail(f"{name} answers {call(one)!r}")
         assert one.close()
         assert one.stats()
-        with KVStore.shared("named", GQA, model="a@1", **shared) as mine:
-            named.close()
+        with KVStore(GQA, model="a@1", **shared) as mine:
             put(mine, range(256))
             assert mine.flush(20.0)
 
     assert forked(ask) == ""
-    assert named.close()
     assert close()
     with KVStore(GQA, model="a@1", **shared) as again:
         assert again.lookup(range(256)).tokens == 256

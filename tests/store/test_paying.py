@@ -24,7 +24,7 @@ from kvkeep.store.tiers import PassThrough
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvkeep.store import KVStore, Miss
+    from kvkeep.store import KVStore
 
 TOKENS = list(range(100, 142))  # ten blocks of four tokens, and two more
 TOKEN = GQA.bytes_per_token
@@ -66,9 +66,10 @@ def test_what_is_faster_to_compute_is_not_loaded() -> None:
         assert not choice.pays
         assert (choice.start, choice.found, choice.tokens) == (0, 40, 0)
         assert choice.seconds == choice.compute_s == pytest.approx(0.042)
-        slower: list[Miss] = []
-        assert store.get(TOKENS, pays=True, slower=slower) == (None, 0)
-        (miss,) = slower
+        loaded = store.get(TOKENS, pays=True)
+        assert loaded == (None, 0)
+        miss = loaded.miss
+        assert miss is not None
         assert (miss.start, miss.stop, miss.tier, miss.what) == (0, 40, "faulty", "slower")
         assert miss.detail == "expected: loading would have taken 162 ms, computing 42 ms"
         assert [(one.load_s, one.compute_s) for one in choice.misses] == [
@@ -84,9 +85,7 @@ def test_what_is_faster_to_load_is_loaded() -> None:
         assert choice.load_s == pytest.approx(0.37)
         assert choice.seconds == pytest.approx(0.37 + 2)
         assert choice.misses == ()
-        slower: list[Miss] = []
-        assert get(store, TOKENS, 3, pays=True, slower=slower) == 37
-        assert slower == []
+        assert get(store, TOKENS, 3, pays=True) == 37
 
 
 def test_all_is_loaded_as_long_as_computing_is_unknown() -> None:
@@ -109,18 +108,20 @@ def test_a_prefix_in_memory_is_loaded_and_the_rest_is_not() -> None:
     with behind(model(1.0, 1.0), keep=5) as (store, _):
         choice = store.worth_loading(TOKENS)
         assert (choice.tokens, choice.found) == (20, 40)
-        slower: list[Miss] = []
-        assert get(store, TOKENS, pays=True, slower=slower) == 20
-        assert [(one.start, one.stop, one.tier) for one in slower] == [(20, 40, "faulty")]
+        _, tokens = loaded = store.get(TOKENS, pays=True)
+        assert tokens == 20
+        assert loaded.miss is not None
+        assert (loaded.miss.start, loaded.miss.stop, loaded.miss.tier) == (20, 40, "faulty")
 
 
 def test_a_load_that_becomes_slow_is_given_up() -> None:
     """It is expected to take a microsecond, and hangs; computing takes 40 ms."""
     with behind(model(1e-3, 1e-9 / TOKEN)) as (store, faulty):
         faulty.hang("get")
-        slower: list[Miss] = []
-        assert store.get(TOKENS, pays=True, slower=slower) == (None, 0)
-        (miss,) = slower
+        loaded = store.get(TOKENS, pays=True)
+        assert loaded == (None, 0)
+        miss = loaded.miss
+        assert miss is not None
         assert (miss.start, miss.stop, miss.tier, miss.what) == (0, 40, "faulty", "slower")
         assert miss.detail.startswith("overtaken: ")
 
@@ -169,16 +170,14 @@ def test_a_snapshot_is_loaded_whole_or_not_at_all(byte_s: float) -> None:
         memory = store._tiered.memory
         memory.remove(list(memory.catalogue.blocks()))
         choice = store.worth_loading(TOKENS[:12])
-        slower: list[Miss] = []
-        found = store.get_snapshot(TOKENS[:12], pays=True, slower=slower)
+        found = store.get_snapshot(TOKENS[:12], pays=True)
         if byte_s < 1:
             assert choice.tokens == 8
             assert found is not None
-            assert slower == []
         else:
             assert choice.tokens == 0
             assert found is None
-            assert [(one.start, one.stop, one.tier) for one in slower] == [(0, 8, "faulty")]
+            assert [(one.start, one.stop, one.tier) for one in choice.misses] == [(0, 8, "faulty")]
         for tier in store._tiered.tiers:
             tier.reading.wait(10)
 

@@ -543,7 +543,7 @@ def raw_of(store: KVStore, rows: np.ndarray) -> bytes:
     """A block's bytes as they lie in a tier."""
     form = store._forms.base
     raw = bytearray(form.raw_bytes(len(rows)))
-    form.write(given(GQA, rows), 0, len(rows), memoryview(raw))
+    form.write(form.tensors(given(GQA, rows), len(rows)), 0, len(rows), memoryview(raw))
     return bytes(raw)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from kvkeep.core.keys import Namespace, chain_keys, root_key
 from kvkeep.core.returns import Ended
-from kvkeep.store.blocks import BlockReturns, BlockStore, ReturnRecorder, returns
+from kvkeep.store.blocks import BlockReturns, BlockStore, ReturnRecorder
+from kvkeep.store.tiers import conversations
 
 SIZE = 4
 TIERS = ["memory://1MiB?policy=returns"]
@@ -31,7 +32,6 @@ class Talks:
         self.told = BlockStore("told", tiers=TIERS)
         self.direct: BlockReturns = self.seen.returns(SIZE)
         self.recorder = ReturnRecorder(SIZE)
-        self.replay = self.told.replay()
         self.texts: dict[str, list[int]] = {}
         self.keys: set[bytes] = set()
 
@@ -55,7 +55,7 @@ class Talks:
             del self.texts[name]
 
     def pass_on(self) -> None:
-        self.replay.tell(pickle.loads(pickle.dumps(self.recorder.take())))
+        self.told.replay(pickle.loads(pickle.dumps(self.recorder.take())))
 
     def close(self) -> None:
         self.seen.close()
@@ -103,14 +103,14 @@ def test_a_pause_is_as_long_though_it_was_noted_late() -> None:
         time.sleep(0.3)
         recorder.requested(row, keys_of(row))
         recorder.ended(row, keys_of(row), prompt=36, ended=Ended("stop"))
-        store.replay().tell(recorder.take())
+        store.replay(recorder.take())
         (wait,) = store._tiered.conversations.returns
         assert wait.turns == 2
         assert wait.gaps[0] >= 0.3
 
 
 def test_a_message_is_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returns, "_MOST_BLOCKS", 12)
+    monkeypatch.setattr(conversations, "_MOST_BLOCKS", 12)
     recorder = ReturnRecorder(SIZE)
     for talk in range(5):
         row = np.arange(100 * talk, 100 * talk + 20, dtype=np.int32)
@@ -125,7 +125,7 @@ def test_a_store_that_does_not_order_by_waits_follows_nothing() -> None:
     row = np.arange(40, dtype=np.int32)
     recorder.ended(row, keys_of(row), prompt=20, ended=Ended("stop"))
     with BlockStore("told", tiers=["memory://1MiB"]) as store:
-        store.replay().tell(recorder.take())
+        store.replay(recorder.take())
         assert len(store._tiered.conversations.returns) == 0
 
 
@@ -136,6 +136,6 @@ def test_a_return_names_the_blocks_that_it_left_behind() -> None:
     other = np.concatenate((row[:20], row[:20] + 1000))
     recorder.requested(other, keys_of(other))
     pause, over = recorder.take()
-    assert isinstance(over, returns.ReturnNote)
+    assert isinstance(over, conversations.ReturnNote)
     assert (over.number, over.came) == (pause.number, True)
     assert over.keys == keys_of(row)[20 // SIZE :]

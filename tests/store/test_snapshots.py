@@ -383,7 +383,7 @@ def test_of_a_prompt_without_room_the_beginning_is_kept(name: str) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Snapshot], Any], str]] = {
-    "nothing": (lambda _: None, "NoneType; a Snapshot"),
+    "nothing": (lambda _: None, "is None; a Snapshot"),
     "no tokens": (lambda s: replace(s, tokens=0), r"tokens 0 … 0; the prompt has 50"),
     "too long": (lambda s: replace(s, tokens=51), r"0 … 51; the prompt has 50"),
     "start": (lambda s: replace(s, start=2), "layer 0 of the snapshot has 12 tokens; .* are 10"),

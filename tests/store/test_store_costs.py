@@ -117,13 +117,3 @@ def test_engine_and_stores_share_a_model(tmp_path: Path) -> None:
     for opened in (lambda: open_store(cost=5), lambda: BlockStore("ns", cost=5)):
         with pytest.raises(InvalidValue, match="cost is 5"):
             opened()
-
-
-def test_the_first_user_of_a_shared_store_gives_its_costs() -> None:
-    cost = CostModel()
-    options = {"model": "tiny@1", "block_tokens": 4}
-    with (
-        KVStore.shared("costs", GQA, cost=cost, **options) as one,
-        KVStore.shared("costs", GQA, **options) as other,
-    ):
-        assert one.cost is other.cost is cost

@@ -161,13 +161,3 @@ def test_memory_of_several_processes_refuses_shares(tmp_path: Path) -> None:
 def test_wrong_shares_are_refused(shares: Any) -> None:
     with pytest.raises(InvalidValue, match="share"):
         KVStore(GQA, model=MODEL, shares=shares)
-
-
-def test_users_of_a_shared_store_agree_on_shares(tmp_path: Path) -> None:
-    options: Any = {"model": MODEL, "tiers": ["memory://1MiB"]}
-    with (
-        KVStore.shared("shares", GQA, shares={"a": 2}, **options),
-        KVStore.shared("shares", GQA, shares={"a": 2.0}, **options),
-        pytest.raises(InvalidValue, match="shares"),
-    ):
-        KVStore.shared("shares", GQA, **options)

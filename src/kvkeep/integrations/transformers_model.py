@@ -234,7 +234,7 @@ def _check_shapes(geometry: KVGeometry, snapshot: Snapshot) -> None:
     forms = RecordForms(geometry, "HND")
     for records in [forms.base, *forms.windows]:
         if records is not None:
-            records.tokens_of(snapshot.layers)
+            records.tensors_of(snapshot.layers)
     if forms.states is not None:
         forms.states.check(snapshot.state)
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import Groups
     from kvkeep.integrations.vllm.stats import Counts
     from kvkeep.store import BlockStore
-    from kvkeep.store.blocks import ReturnNotes
-    from kvkeep.store.tiers import TierStats
+    from kvkeep.store.tiers import ReturnNotes, TierStats
 
 __all__ = ["Loaders", "OpenStore", "SharedStore", "join_logs", "log_fault", "log_start"]
 
@@ -381,7 +380,6 @@ class SharedStore(OpenStore):
         self.news = threading.Event()
         self.generation = 0
         self._resetting = threading.Lock()  # held while blocks are copied into the store
-        self._replay = store.replay()
         _ENGINES[engine] = self
 
     def write(
@@ -426,7 +424,7 @@ class SharedStore(OpenStore):
         Calls must be in order, from one thread at a time.
         """
         if not self.closed:
-            self._replay.tell(notes)
+            _unless_closed(lambda: self.store.replay(notes), None)
 
     @staticmethod
     def find(engine: str) -> SharedStore | None:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 if TYPE_CHECKING:
     from kvkeep.integrations.load_choice import ProbeEnd, RunCost
     from kvkeep.integrations.vllm.groups import BlockReach
-    from kvkeep.store.blocks import ReturnNotes
+    from kvkeep.store.tiers import ReturnNotes
 
 __all__ = [
     "BlockSpan", "LoadEnd", "PageLoad", "Probe", "RankLookup", "Save", "StepPlan", "WorkerNews",

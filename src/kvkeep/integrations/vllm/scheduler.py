@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.integrations.vllm.groups import BlockReach, Groups
     from kvkeep.integrations.vllm.messages import Save
     from kvkeep.integrations.vllm.options import ConnectorOptions
-    from kvkeep.store.blocks import ReturnNotes
+    from kvkeep.store.tiers import ReturnNotes
 
 __all__ = ["AnswerWatch", "SchedulerSide"]
 

@@ -1,34 +1,45 @@
-"""`Store`: what `KVStore` and `BlockStore` have in common."""
+"""`Store`: what `KVStore` and `BlockStore` have in common; results and statistics of both."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
 
-from kvkeep.store.blocks.shared import ClosedUse, SharedStores
-from kvkeep.store.blocks.stats import closed_is_illegal, seconds_of
+from kvkeep.core.cost import CostModel
+from kvkeep.core.errors import BackendFailed, IllegalStep, check_type, number
+from kvkeep.store.tiers import TieredStore, TieringPolicy, open_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from kvkeep.store.backends import Backend
     from kvkeep.store.backends.memory import MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
-    from kvkeep.store.tiers import TieredStore
+    from kvkeep.store.codecs import BlockShape
+    from kvkeep.store.tiers import Miss, TenantWeights, TierStats
 
-__all__ = ["Store"]
+__all__ = [
+    "Lookup",
+    "Put",
+    "Store",
+    "StoreCounters",
+    "StoreStats",
+    "closed_is_illegal",
+    "runs_of",
+    "seconds_of",
+]
 
 _LOG = logging.getLogger("kvkeep.store")
 
 
 class Store:
-    """Open tiers with pinned memory and a life cycle; sharable by name in a process.
-
-    A shared store is one object with a shallow copy for each user. State that all users share must
-    therefore be mutable objects; closing replaces ``_tiered`` in one copy alone.
+    """Open tiers with pinned memory and a life cycle.
 
     Thread safety: all methods.
 
@@ -36,25 +47,27 @@ class Store:
         cost: what computing KV takes, and reading and writing it, learned while the store is used.
     """
 
-    _by_name: ClassVar[SharedStores[Any]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._by_name = SharedStores(cls.__name__)
-
-    def __init__(self, tiered: TieredStore, unit: str) -> None:
-        self.cost = tiered.cost
-        self._tiered = tiered
+    def __init__(
+        self,
+        tiers: Sequence[str | Backend],
+        policy: TieringPolicy | None,
+        cost: CostModel | None,
+        *,
+        unit: Literal["tokens", "blocks"],
+        notes: Mapping[bytes, bytes],
+        prompt_bytes: int,
+        shape: BlockShape | None = None,
+        shares: TenantWeights | None = None,
+    ) -> None:
+        check_type("policy", policy, TieringPolicy | None, "a TieringPolicy, as Inclusive(),")
+        check_type("cost", cost, CostModel | None, "a kvkeep.core.cost.CostModel")
+        front, below = open_tiers(
+            tiers, shape, shares=shares is not None, prompt_bytes=prompt_bytes
+        )
+        self._tiered = TieredStore(front, below, policy, notes=notes, shares=shares, cost=cost)
+        self.cost = self._tiered.cost
         self._unit = unit  # of what the log counts
         self._unpin: list[Callable[[], None]] = []  # undoes the pinning of memory
-        self._shared_as: list[str] = []  # the name of a shared store until its user closes it
-
-    @classmethod
-    def _take(cls, name: str, given: Mapping[str, object], make: Callable[[], Self]) -> Self:
-        """Return a handle of the shared store ``name``; ``make`` opens it for the first user."""
-        store: Self = cls._by_name.take(name, given, make)
-        store._shared_as = [name]
-        return store
 
     def _pin_memory(self) -> None:
         if not self._unpin:
@@ -108,17 +121,10 @@ class Store:
     def close(self, timeout: float = 10.0) -> bool:
         """`flush`, then release threads, files and memory. A second call does nothing.
 
-        Each user of a shared store closes its own handle; the last call closes the store. Return
-        what `flush` returned; True where other users remain.
+        Return what `flush` returned.
         """
         timeout = seconds_of("timeout", timeout)
-        if isinstance(self._tiered, ClosedUse) or self._tiered.inherited:
-            return True
-        if self._shared_as:
-            with suppress(IndexError):  # another thread closes this handle at the same time
-                name = self._shared_as.pop()
-                self._tiered = cast("TieredStore", ClosedUse(self._tiered))
-                return self._by_name.give_back(name, lambda store: store.close(timeout))
+        if self._tiered.inherited:
             return True
         while self._unpin:
             self._unpin.pop()()
@@ -170,3 +176,138 @@ def pin_memory(backend: MemoryBackend | ShmBackend) -> Callable[[], None]:
             cudart.cudaHostUnregister(pinned.pop().data_ptr())
 
     return unpin
+
+
+class closed_is_illegal:  # noqa: N801 - it reads as a context manager
+    """Raise `IllegalStep` if another thread closed the store during the operation."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BackendFailed):
+            raise IllegalStep("the store was closed by another thread") from error
+
+
+def seconds_of(name: str, value: object, *, ends: bool = False) -> float:
+    """Check a time in seconds given by a caller; with ``ends``, it must be positive and finite.
+
+    A time longer than a thread can wait, some hundred years, is cut to that.
+
+    Raises:
+        InvalidValue: ``value`` is no such number.
+    """
+    needed = "a time above zero that ends" if ends else "a number"
+    above = 0 if ends else None
+    seconds = number(name, value, f"{needed}, in seconds,", above=above, ends=ends)
+    return min(seconds, threading.TIMEOUT_MAX / 2)  # half: it is added to the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The result of a put: how many tokens were stored, skipped or dropped.
+
+    Attributes:
+        tokens: newly stored.
+        skipped: stored before; their bytes were not touched.
+        dropped: not stored for lack of room.
+        partial: not stored because they are in no whole block, at either end (see ``tail``).
+        failed: with ``replace``, the tiers that failed to delete older KV. This store does not read
+            it any more; others may.
+        unread: not stored because answers like this one are never read again.
+    """
+
+    tokens: int
+    skipped: int
+    dropped: int
+    partial: int
+    failed: tuple[str, ...] = field(default=(), repr=False)
+    unread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The number of tokens stored as a prefix of a prompt, and ``(tier name, tokens)`` in order.
+
+    Attributes:
+        tokens: a `get` could return so many.
+        tiers: of these tokens.
+        stored_tokens: how far the layers that keep every token reach, in whole blocks: of
+            snapshots, a state or a window may be missing there. Otherwise as many as ``tokens``.
+        miss: why the first block behind ``tokens`` cannot be read; None if nothing is missing.
+    """
+
+    tokens: int
+    tiers: tuple[tuple[str, int], ...]
+    stored_tokens: int = field(default=-1, repr=False)
+    miss: Miss | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.stored_tokens < 0:
+            object.__setattr__(self, "stored_tokens", self.tokens)  # the dataclass is frozen
+
+    def __int__(self) -> int:
+        return self.tokens
+
+
+def runs_of(parts: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Merge neighbouring ``(tier, tokens)`` of the same tier."""
+    runs: list[tuple[str, int]] = []
+    for name, tokens in parts:
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1] + tokens)
+        else:
+            runs.append((name, tokens))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts of tokens since the store was opened, and the state of its tiers, fastest first.
+
+    Callers of `get` requested ``asked_tokens`` and got ``hit_tokens``. `put` stored ``put_tokens``,
+    skipped ``skipped_tokens`` that were stored before, and dropped ``dropped_tokens`` for lack of
+    room. ``unread_tokens`` of answers were not stored because answers like them are never read
+    again.
+    """
+
+    gets: int
+    asked_tokens: int
+    hit_tokens: int
+    puts: int
+    put_tokens: int
+    skipped_tokens: int
+    dropped_tokens: int
+    unread_tokens: int
+    tiers: tuple[TierStats, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """``hit_tokens / asked_tokens``; 0 before the first get."""
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, for JSON."""
+        return asdict(self) | {"hit_rate": self.hit_rate}
+
+
+class StoreCounters:
+    """Running counts for `StoreStats`. Thread safety: all methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            ("gets", "asked_tokens", "hit_tokens",
+             "puts", "put_tokens", "skipped_tokens", "dropped_tokens", "unread_tokens"), 0
+        )  # fmt: skip
+
+    def count(self, **more: int) -> None:
+        """Add to several counts at once."""
+        with self._lock:
+            for name, amount in more.items():
+                self._counts[name] += amount
+
+    def stats(self, tiers: tuple[TierStats, ...]) -> StoreStats:
+        """Return all counts at one moment, with these tiers."""
+        with self._lock:
+            return StoreStats(tiers=tiers, **self._counts)

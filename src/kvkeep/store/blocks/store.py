@@ -6,26 +6,19 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import InvalidValue, check_type, listed, told, whole
 from kvkeep.core.keys import KEY_BYTES, as_namespace, space_of
-from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.returns import BlockReturns, ReturnReplay
-from kvkeep.store.blocks.stats import closed_is_illegal, runs_of, seconds_of, tier_runs
-from kvkeep.store.tiers import (
-    PROMPT_TOKENS,
-    TieredStore,
-    TieringPolicy,
-    note_of,
-    open_tiers,
-)
+from kvkeep.store.blocks.base import Store, closed_is_illegal, runs_of, seconds_of
+from kvkeep.store.blocks.returns import BlockReturns
+from kvkeep.store.tiers import PROMPT_TOKENS, note_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvkeep.core.cost import CostModel
     from kvkeep.core.keys import NamespaceLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.tiers import Removed, TierStats
+    from kvkeep.store.tiers import Removed, ReturnNotes, TieringPolicy, TierStats
 
 __all__ = ["BlockStore"]
 
@@ -71,14 +64,12 @@ class BlockStore(Store):
         cost: CostModel | None = None,
         token_bytes: int = 0,
     ) -> None:
-        check_type("policy", policy, TieringPolicy | None, "a TieringPolicy, as Inclusive(),")
-        check_type("cost", cost, CostModel | None, "a kvkeep.core.cost.CostModel")
         self.namespace = as_namespace(namespace)
         self._space = space_of(self.namespace)
-        prompt_bytes = PROMPT_TOKENS * whole("token_bytes", token_bytes, 0)
-        front, below = open_tiers(tiers, prompt_bytes=prompt_bytes)
-        notes = {self._space: note_of(self.namespace)}
-        super().__init__(TieredStore(front, below, policy, notes=notes, cost=cost), "blocks")
+        super().__init__(
+            tiers, policy, cost, unit="blocks", notes={self._space: note_of(self.namespace)},
+            prompt_bytes=PROMPT_TOKENS * whole("token_bytes", token_bytes, 0),
+        )  # fmt: skip
         self._tiered.expect(self._space)
 
     def pin_memory(self) -> None:
@@ -271,7 +262,27 @@ class BlockStore(Store):
         0.2 µs a block, and some µs for each block of a tier that is shared.
         """
         self._tiered.check_open()
-        return tier_runs(self._tiered, self._named(keys))
+        blocks = self._named(keys)
+        memory, tiers = self._tiered.memory, self._tiered.tiers
+        runs: list[tuple[int, str]] = []
+        at = 0
+        while at < len(blocks):
+            name, end = memory.name, at + 1
+            if blocks[at] in memory:
+                end = at + max(1, memory.catalogue.leading(blocks[at:]))
+            elif tiers:
+                (held,) = self._tiered.holders(blocks[at : at + 1])
+                tier = tiers[min(held[0], len(tiers)) - 1] if held and held[0] else tiers[-1]
+                name, there = tier.name, 1
+                if held and tier.serves_all:
+                    there = tier.catalogue.leading(blocks[at:])
+                while end < at + there and blocks[end] not in memory:
+                    end += 1
+            if runs and runs[-1][1] == name:
+                runs.pop()
+            runs.append((end, name))
+            at = end
+        return runs
 
     def returns(self, block_tokens: int) -> BlockReturns:
         """Return what follows this store's conversations, in blocks of ``block_tokens`` tokens.
@@ -285,10 +296,13 @@ class BlockStore(Store):
         size = whole("block_tokens", block_tokens, 1)
         return BlockReturns(size, self._tiered.conversations, self._space)
 
-    def replay(self) -> ReturnReplay:
-        """Return what tells this store of conversations that another process follows."""
+    def replay(self, notes: ReturnNotes) -> None:
+        """Tell the tiers of conversations that another process follows with a `ReturnRecorder`.
+
+        Calls must be in order, from one thread at a time.
+        """
         self._tiered.check_open()
-        return ReturnReplay(self._tiered.conversations, self._space)
+        self._tiered.conversations.replay(notes, self._space)
 
     @property
     def must_ask(self) -> bool:

@@ -1,12 +1,12 @@
 """`KVStore`: the KV of token sequences, looked up by tokens, over tiers.
 
 store.py      KVStore: stores and reads prompts, and answers about them
-options.py    the arguments of a KVStore, checked
 names.py      namespaces, tenants and block ids
 positions.py  the ids of a prompt's records, and the longest position at which all are stored
 forms.py      layouts of KV: the caller's tensors, and the raw bytes of records
-transfers.py  put and get · paying.py: how much is worth reading
-prompts.py    lookup, prefetch, pins, removal, why tokens are missing
+transfers.py  put, get and remove · paying.py: how much is worth reading
+prompts.py    which blocks follow which; pieces to load; prefetches
+misses.py     why tokens are missing
 """
 
 from __future__ import annotations

@@ -26,19 +26,33 @@ from kvkeep.store.backends.buffers import aligned
 from kvkeep.store.codecs import BlockShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from kvkeep.core.geometry import KVGeometry, LayerGroup
 
-    Layers = Sequence[tuple[Tensor, ...]] | Mapping[int, tuple[Tensor, ...]]
     KV = Tensor | Sequence[tuple[Tensor, ...]]
+    Parts = list[tuple["_Part", Tensor]]
     State = dict[tuple[int, str], Tensor]
 
-__all__ = ["KVForm", "Layout", "RecordForms", "Snapshot", "StateForm", "window_start"]
+__all__ = [
+    "BASE",
+    "STATE",
+    "KVForm",
+    "Layout",
+    "RecordForms",
+    "Snapshot",
+    "StateForm",
+    "tokens_of",
+    "window_start",
+]
 
 Layout = Literal["NHD", "HND"]
+
+BASE: Final = -1
+STATE: Final = -2
+"""Groups of records that are no window's; windows count from 0."""
 
 _ALIGNED: Final = 16
 """Bytes at whose multiples the tensors of a state begin: those of every element type."""
@@ -76,11 +90,28 @@ def _start_of(group: LayerGroup, tokens: int) -> int:
 
 
 class _Part(NamedTuple):
-    """One tensor that a layer keeps: K, V or the latent."""
+    """One tensor: K, V or the latent of a layer, or the KV of all layers.
+
+    Attributes:
+        heads, width: of each token in it, of one layer.
+        shape: with -1 in place of the number of tokens.
+        axis: of tokens, counted from the last.
+    """
 
     heads: int
     width: int
-    latent: bool
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def latent(self) -> bool:
+        """Whether it is the latent of a layer."""
+        return len(self.shape) == 2
+
+    def of(self, tokens: int) -> tuple[int, ...]:
+        """Return the shape with so many tokens."""
+        at = len(self.shape) + self.axis
+        return *self.shape[:at], tokens, *self.shape[at + 1 :]
 
 
 class KVForm:
@@ -110,21 +141,22 @@ class KVForm:
         for group in groups:
             shape = group.shape
             assert shape is not None
-            latent = shape.latent_dim is not None
+            heads, latent = shape.rank_heads(geometry.tp), shape.latent_dim is not None
             widths = [shape.head_dim] if latent else [shape.head_dim, shape.width - shape.head_dim]
-            heads = shape.rank_heads(geometry.tp)
-            parts |= dict.fromkeys(
-                group.layers, tuple(_Part(heads, width, latent) for width in widths)
-            )
+            layer = tuple(_part(heads, width, layout, latent=latent) for width in widths)
+            parts |= dict.fromkeys(group.layers, layer)
         self.layers = tuple(sorted(parts))
         self._parts = {layer: parts[layer] for layer in self.layers}
-        self._flat = [part for layer in self.layers for part in parts[layer]]
-        self._token_bytes = sum(p.heads * p.width for p in self._flat) * DTYPES[geometry.dtype]
-        self._first = self._flat[0]
-        self._tokens_at = self._axis(self._first)
-        self._one = kind is None and len({part.width for part in self._flat}) == 1
+        flat = [part for layer in self.layers for part in parts[layer]]
+        self._token_bytes = sum(p.heads * p.width for p in flat) * DTYPES[geometry.dtype]
+        self._pair = flat[0].width, flat[-1].width
+        self._tokens_at = flat[0].axis
+        self._whole: _Part | None = None  # the KV of all layers, if one tensor can be that
+        if kind is None and len({part.width for part in flat}) == 1:
+            shapes = len(self.layers), *([] if flat[0].latent else [2]), *flat[0].shape
+            self._whole = flat[0]._replace(shape=shapes)
         self.block_shape = BlockShape(
-            geometry.dtype, layout, tuple((part.heads, part.width) for part in self._flat)
+            geometry.dtype, layout, tuple((part.heads, part.width) for part in flat)
         )
 
     def start_of(self, tokens: int) -> int:
@@ -137,11 +169,14 @@ class KVForm:
 
     # --- tensors of callers ----------------------------------------------------------------------
 
-    def check(self, kv: KV, tokens: int) -> None:
-        """Raise `InvalidValue` if ``kv`` is not that of ``tokens`` tokens of all layers."""
+    def tensors(self, kv: KV, tokens: int) -> Parts:
+        """Return the tensors of ``kv`` in the order of raw bytes.
+
+        Raises:
+            InvalidValue: ``kv`` is not that of ``tokens`` tokens of all layers.
+        """
         if isinstance(kv, torch.Tensor):
-            self._check_tensor(kv, tokens)
-            return
+            return [self._checked_whole(kv, tokens)]
         given: object = kv
         if not isinstance(given, tuple | list):
             raise InvalidValue(
@@ -149,37 +184,39 @@ class KVForm:
             )
         if len(kv) != len(self.layers):
             raise InvalidValue(f"kv has {len(kv)} layers; the model has {len(self.layers)}")
+        flat: Parts = []
         for layer, wanted in self._parts.items():
-            parts = self._of(kv, layer)
+            parts = _tensors_of(kv[layer])
             if len(parts) != len(wanted) or not all(isinstance(p, torch.Tensor) for p in parts):
                 want = "one tensor" if wanted[0].latent else "a pair (k, v) of tensors"
                 got = f"{len(parts)} parts" if parts else type(kv[layer]).__name__
                 raise InvalidValue(f"layer {layer} of kv is {got}; it is {want}")
             for part, tensor in zip(wanted, parts, strict=True):
-                self._checked(layer, part, tensor, tokens)
+                flat.append((part, self._checked(layer, part, tensor, tokens)))
+        return flat
 
-    def check_room(self, out: KV, tokens: int) -> None:
-        """Raise `InvalidValue` as `check`, or if elements of ``out`` share memory."""
-        self.check(out, tokens)
-        if isinstance(out, torch.Tensor):
-            parts = [out]
-        else:
-            parts = [part for layer in self.layers for part in self._of(out, layer)]
-        for part in parts:
-            sizes = zip(part.shape, part.stride(), strict=True)
+    def room(self, out: KV, tokens: int) -> Parts:
+        """Return the tensors of ``out`` to write to; raise `InvalidValue` as `tensors` does.
+
+        Also if elements of ``out`` share memory.
+        """
+        parts = self.tensors(out, tokens)
+        for _, tensor in parts:
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in sizes):
                 raise InvalidValue(
-                    f"out has the strides {part.stride()}, so several of its elements share "
+                    f"out has the strides {tensor.stride()}, so several of its elements share "
                     "memory; give memory for each element, as torch.empty does"
                 )
+        return parts
 
-    def tokens_of(self, layers: Mapping[int, tuple[Tensor, ...]]) -> int:
-        """Return how many tokens the layers have; check their shapes and element types.
+    def tensors_of(self, layers: Mapping[int, tuple[Tensor, ...]]) -> Parts:
+        """Return the tensors of a snapshot's layers in the order of raw bytes.
 
         Raises:
             InvalidValue: a layer is missing, has another shape, or another number of tokens.
         """
-        tokens: int | None = None
+        flat: Parts = []
         for layer, wanted in self._parts.items():
             given = layers.get(layer)
             if not isinstance(given, tuple | list) or len(given) != len(wanted):
@@ -187,20 +224,19 @@ class KVForm:
                 got = f"{len(given)} tensors" if isinstance(given, tuple | list) else repr(given)
                 raise InvalidValue(f"layer {layer} of the snapshot is {got}; {what} is needed")
             for part, tensor in zip(wanted, given, strict=True):
-                tokens = self._checked(layer, part, tensor, tokens)
-        assert tokens is not None
-        return tokens
+                tokens = tokens_of(flat) if flat else None
+                flat.append((part, self._checked(layer, part, tensor, tokens)))
+        return flat
 
-    def _checked(self, layer: int, part: _Part, given: object, tokens: int | None) -> int:
-        """Return the tokens of ``given``; raise `InvalidValue` if these are not ``tokens``."""
+    def _checked(self, layer: int, part: _Part, given: object, tokens: int | None) -> Tensor:
+        """Return a tensor without the batch of 1; raise `InvalidValue` if it does not fit."""
         if not isinstance(given, torch.Tensor):
             raise InvalidValue(
                 f"layer {layer} of {self._noun} holds {type(given).__name__}; tensors are needed"
             )
-        axis = self._axis(part)
         if tokens is None:
-            tokens = int(given.shape[axis]) if given.dim() >= -axis else 0
-        shape = self._shape(part, tokens)
+            tokens = int(given.shape[part.axis]) if given.dim() >= -part.axis else 0
+        shape = part.of(tokens)
         if tuple(given.shape) not in (shape, (1, *shape)):
             raise InvalidValue(
                 f"layer {layer} of {self._noun} has the shape {tuple(given.shape)}; {tokens} "
@@ -211,16 +247,16 @@ class KVForm:
             raise InvalidValue(
                 f"layer {layer} of {self._noun} is {given.dtype}; the geometry says {self._dtype}"
             )
-        return tokens
+        return given if given.dim() == len(shape) else given[0]
 
-    def _check_tensor(self, kv: Tensor, tokens: int) -> None:
-        if not self._one:
-            key, value = self._flat[:2]
+    def _checked_whole(self, kv: Tensor, tokens: int) -> tuple[_Part, Tensor]:
+        if self._whole is None:
+            keys, values = self._pair
             raise InvalidValue(
-                f"keys have {key.width} elements and values {value.width}: give kv as "
+                f"keys have {keys} elements and values {values}: give kv as "
                 "((k, v), …), a pair for each layer"
             )
-        shape = self._block_shape(tokens)
+        shape = self._whole.of(tokens)
         if tuple(kv.shape) != shape:
             raise InvalidValue(
                 f"kv has the shape {tuple(kv.shape)}; {tokens} tokens in layout {self._layout} "
@@ -228,43 +264,30 @@ class KVForm:
             )
         if kv.dtype != self._dtype:
             raise InvalidValue(f"kv is {kv.dtype}; the geometry says {self._dtype}")
+        return self._whole, kv
 
-    @staticmethod
-    def _of(kv: Layers, layer: int) -> Sequence[Tensor]:
-        parts: object = kv[layer]
-        if isinstance(parts, torch.Tensor):
-            return (parts,)
-        return tuple(parts) if isinstance(parts, tuple | list) else ()
-
-    def _shape(self, part: _Part, tokens: int) -> tuple[int, ...]:
-        if part.latent:
-            return tokens, part.width
-        if self._layout == "NHD":
-            return tokens, part.heads, part.width
-        return part.heads, tokens, part.width
-
-    def _block_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of one tensor with the KV of all layers."""
-        pair = () if self._first.latent else (2,)
-        return len(self.layers), *pair, *self._shape(self._first, tokens)
-
-    def _axis(self, part: _Part) -> int:
-        """Return the axis of tokens, counted from the last."""
-        return -3 if self._layout == "NHD" and not part.latent else -2
+    def cut(self, kv: KV, tokens: int) -> KV:
+        """Return a view of the first ``tokens`` tokens of ``kv``, which has all layers."""
+        axis = self._tokens_at
+        if isinstance(kv, torch.Tensor):
+            return kv.narrow(axis, 0, tokens)
+        return tuple(
+            tuple(part.narrow(axis, 0, tokens) for part in _tensors_of(layer)) for layer in kv
+        )
 
     # --- copies ----------------------------------------------------------------------------------
 
     def empty(self, tokens: int) -> dict[int, tuple[Tensor, ...]]:
         """Allocate tensors for this many tokens of every layer."""
         return {
-            layer: tuple(self._new(self._shape(part, tokens)) for part in some)
-            for layer, some in self._parts.items()
+            layer: tuple(self._new(part.of(tokens)) for part in parts)
+            for layer, parts in self._parts.items()
         }
 
     def empty_block(self, tokens: int, *, tuples: bool) -> KV:
         """Allocate KV for this many tokens: one tensor if it can be, or ``tuples`` by layer."""
-        if self._one and not tuples:
-            return self._new(self._block_shape(tokens))
+        if self._whole is not None and not tuples:
+            return self._new(self._whole.of(tokens))
         return list(self.empty(tokens).values())
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
@@ -274,71 +297,76 @@ class KVForm:
         # First touching new memory costs most of a copy; with huge pages it costs a third.
         return torch.frombuffer(aligned(size), dtype=self._dtype).view(shape)
 
-    def cut(self, kv: KV, start: int, stop: int) -> KV:
-        """Return a view of tokens ``start`` … ``stop - 1`` of ``kv``, which has all layers."""
-        axis = self._tokens_at
-        if isinstance(kv, torch.Tensor):
-            return kv.narrow(axis, start, stop - start)
-        return tuple(
-            tuple(part.narrow(axis, start, stop - start) for part in self._of(kv, layer))
-            for layer in self.layers
-        )
-
-    def write(self, kv: Tensor | Layers, start: int, stop: int, raw: memoryview) -> None:
-        """Copy tokens ``start`` … ``stop - 1`` of ``kv`` into a record's raw bytes."""
+    def write(self, tensors: Parts, start: int, stop: int, raw: memoryview) -> None:
+        """Copy tokens ``start`` … ``stop - 1`` of ``tensors`` into a record's raw bytes."""
         count = stop - start
-        if isinstance(kv, torch.Tensor):
-            _copy([(self._block(raw, count), kv.narrow(self._tokens_at, start, count))])
+        if len(tensors) == 1 and self.kind is None:
+            ((part, tensor),) = tensors
+            view = torch.frombuffer(raw, dtype=self._dtype).view(part.shape)
+            _copy(view, tensor.narrow(part.axis, start, count))
             return
-        views = self._views(raw, count)
-        copies: list[tuple[Tensor, Tensor]] = []
-        for layer, some in self._parts.items():
-            for part, tensor in zip(some, self._of(kv, layer), strict=True):
-                theirs = tensor.narrow(self._axis(part), start, count)
-                view = next(views)
-                wider = theirs.dim() > view.dim()
-                copies.append((view, theirs.view(view.shape) if wider else theirs))
-        _copy(copies)
+        views = self._views(raw, count, [part for part, _ in tensors])
+        _copy_all(views, [tensor.narrow(part.axis, start, count) for part, tensor in tensors])
         if self.kind is not None:
             raw[-1] = self.kind
 
-    def read(
-        self, raw: memoryview, tokens: int, skip: int, into: Tensor | Layers, start: int
-    ) -> None:
+    def read(self, raw: memoryview, tokens: int, skip: int, into: Parts, start: int) -> None:
         """Copy a record of ``tokens`` tokens, without the first ``skip``, to token ``start`` on."""
         count = tokens - skip
-        if isinstance(into, torch.Tensor):
-            axis = self._tokens_at
-            block = self._block(raw, tokens).narrow(axis, skip, count)
-            _copy([(into.narrow(axis, start, count), block)])
+        if len(into) == 1 and self.kind is None:
+            ((part, tensor),) = into
+            view = torch.frombuffer(raw, dtype=self._dtype).view(part.shape)
+            _copy(
+                tensor.narrow(part.axis, start, count),
+                view.narrow(part.axis, skip, count) if skip else view,
+            )
             return
-        views = self._views(raw, tokens)
-        copies: list[tuple[Tensor, Tensor]] = []
-        for layer, some in self._parts.items():
-            for part, tensor in zip(some, self._of(into, layer), strict=True):
-                axis = self._axis(part)
-                view = next(views).narrow(axis, skip, count)
-                copies.append((tensor.narrow(axis, start, count), view))
-        _copy(copies)
-
-    def view(self, raw: memoryview, tokens: int, *, skip: int = 0) -> KV:
-        """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
-        if self._one:
-            return self._block(raw, tokens).narrow(self._tokens_at, skip, tokens - skip)
-        views = self._views(raw, tokens)
-        layers = [tuple(next(views) for _ in some) for some in self._parts.values()]
-        return self.cut(layers, skip, tokens)
-
-    def _block(self, raw: memoryview, tokens: int) -> Tensor:
-        return torch.frombuffer(raw, dtype=self._dtype).view(self._block_shape(tokens))
-
-    def _views(self, raw: memoryview, tokens: int) -> Iterator[Tensor]:
-        flat = torch.frombuffer(raw if self.kind is None else raw[:-1], dtype=self._dtype)
-        shapes = [self._shape(part, tokens) for part in self._flat]
-        sizes = [math.prod(shape) for shape in shapes]
-        return (
-            part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)
+        views = self._views(raw, tokens, [part for part, _ in into])
+        _copy_all(
+            [tensor.narrow(part.axis, start, count) for part, tensor in into],
+            [v.narrow(part.axis, skip, count) for v, (part, _) in zip(views, into, strict=True)],
         )
+
+    def view(self, raw: memoryview, tokens: int, skip: int) -> KV:
+        """Return the raw bytes of a block of ``tokens``, without the first ``skip``, as KV."""
+        if self._whole is not None:
+            whole = torch.frombuffer(raw, dtype=self._dtype).view(self._whole.shape)
+            return whole.narrow(self._tokens_at, skip, tokens - skip)
+        flat = [part for parts in self._parts.values() for part in parts]
+        views = iter(self._views(raw, tokens, flat))
+        return tuple(
+            tuple(next(views).narrow(part.axis, skip, tokens - skip) for part in parts)
+            for parts in self._parts.values()
+        )
+
+    def _views(self, raw: memoryview, tokens: int, parts: Sequence[_Part]) -> list[Tensor]:
+        """Return the raw bytes of a record as the tensors ``parts``."""
+        flat = torch.frombuffer(raw if self.kind is None else raw[:-1], dtype=self._dtype)
+        sizes = [tokens * part.heads * part.width for part in parts]
+        pieces = torch.split(flat, sizes)
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _part(heads: int, width: int, layout: Layout, *, latent: bool) -> _Part:
+    """Return the tensor of one layer."""
+    if latent:
+        return _Part(heads, width, (-1, width), -2)
+    if layout == "NHD":
+        return _Part(heads, width, (-1, heads, width), -3)
+    return _Part(heads, width, (heads, -1, width), -2)
+
+
+def _tensors_of(layer: object) -> tuple[Tensor, ...]:
+    """Return the tensors of one layer as a caller gives it; empty if it is none of the forms."""
+    if isinstance(layer, torch.Tensor):
+        return (layer,)
+    return tuple(layer) if isinstance(layer, tuple | list) else ()
+
+
+def tokens_of(tensors: Parts) -> int:
+    """Return how many tokens ``tensors`` have."""
+    part, tensor = tensors[0]
+    return int(tensor.shape[part.axis])
 
 
 class StateForm:
@@ -420,6 +448,7 @@ class RecordForms:
         base: of the layers that keep every token, or of all (`whole`); None if there are none.
         windows: one for each window or chunk of the geometry.
         states: None for attention alone.
+        kv: all but the states, by group: `BASE`, or the number of a window.
         whole: whether all layers are in one block. Then any leading blocks of a prompt are of use.
         block_shape: of all kinds, for codecs.
     """
@@ -427,15 +456,17 @@ class RecordForms:
     def __init__(self, geometry: KVGeometry, layout: Layout, *, whole: bool = False) -> None:
         check_layout(layout)
         self.whole = whole
+        self.base: KVForm | None = None
         self.windows: list[KVForm] = []
         self.states: StateForm | None = None
         if whole:
-            self.base: KVForm | None = KVForm(geometry, layout, geometry.groups)
+            self.base = KVForm(geometry, layout, geometry.groups)
+            self.kv: dict[int, KVForm] = {BASE: self.base}
             self.block_shape = self.base.block_shape
             return
         attending = [group for group in geometry.groups if group.shape is not None]
-        every = [group for group in attending if group.span is None]
-        self.base = KVForm(geometry, layout, every, 0) if every else None
+        if every := [group for group in attending if group.span is None]:
+            self.base = KVForm(geometry, layout, every, 0)
         kinds = [self.base.block_shape] if self.base is not None else []
         for group in attending:
             if group.span is not None:
@@ -444,12 +475,9 @@ class RecordForms:
         if any(group.state for group in geometry.groups):
             self.states = StateForm(geometry, len(kinds))
             kinds.append(self.states.block_shape)
+        self.kv = {BASE: self.base} if self.base is not None else {}
+        self.kv |= enumerate(self.windows)
         self.block_shape = BlockShape(kinds=tuple(kinds))
-
-    @property
-    def kv(self) -> list[KVForm]:
-        """All but the states."""
-        return [*([] if self.base is None else [self.base]), *self.windows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -480,11 +508,16 @@ class Snapshot:
 
 
 @torch.inference_mode()
-def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first of each two tensors, which are cut before, outside of inference mode.
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy ``source``; both are cut before, outside of inference mode.
 
     In inference mode, because autograd refuses copies from or into some tensors it tracks, and into
     tensors that were made in inference mode.
     """
-    for target, source in copies:
+    target.copy_(source)
+
+
+@torch.inference_mode()
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -18,24 +18,29 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.core.keys import SPACE_BYTES
-from kvkeep.store.blocks.stats import closed_is_illegal
+from kvkeep.store.blocks.base import closed_is_illegal
+from kvkeep.store.kv.forms import BASE, STATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.kv.forms import RecordForms
     from kvkeep.store.kv.names import Names
     from kvkeep.store.tiers import TieredStore
 
-__all__ = ["BASE", "STATE", "Position", "PositionFinder", "PositionPiece", "PromptIds"]
-
-BASE: Final = -1
-STATE: Final = -2
-"""Groups of records that are no window's; windows count from 0."""
+__all__ = [
+    "Position",
+    "PositionFinder",
+    "PositionPiece",
+    "PromptIds",
+    "ids_and_sizes",
+    "stored_prefix",
+]
 
 _BATCHES: Final = (16, 64, 256, 1024)
 """Positions in a query for states, nearest to the end first: the last one stored is wanted."""
@@ -56,6 +61,15 @@ class PositionPiece(NamedTuple):
     start: int
     stop: int
     raw_bytes: int
+
+
+def ids_and_sizes(pieces: Sequence[PositionPiece]) -> tuple[list[bytes], list[int]]:
+    """Return the ids of records, and their lengths."""
+    return [*map(_ID, pieces)], [*map(_RAW_BYTES, pieces)]
+
+
+_ID: Any = itemgetter(0)
+_RAW_BYTES: Any = itemgetter(4)
 
 
 class Position:
@@ -127,20 +141,12 @@ class PromptIds:
 
     def behind(self, start: int) -> PromptIds:
         """Return the same with another ``start``."""
-        if start == self.start:
-            return self
         other = PromptIds(self.forms, self.row, start, self.names)
         other._full = self._full
         return other
 
-    def copied(self) -> PromptIds:
-        """Return the same with tokens of its own, for what is named after the call returns."""
-        return PromptIds(self.forms, self.row.copy(), self.start, self.names)
-
     def private(self) -> PromptIds:
         """Return the same with all blocks named in its own namespace: no public ones."""
-        if not self.names.public:
-            return self
         return PromptIds(self.forms, self.row, self.start, self.names.private())
 
     def end(self, tokens: int) -> bytes:
@@ -180,9 +186,9 @@ class PromptIds:
         base, size = self.forms.base, self.size
         if base is None:
             return []
-        whole = base.raw_bytes(size)
+        whole, full = base.raw_bytes(size), self.full
         pieces = [
-            PositionPiece(self.full[number], BASE, number * size, (number + 1) * size, whole)
+            PositionPiece(full[number], BASE, number * size, (number + 1) * size, whole)
             for number in range(first, tokens // size)
         ]
         if rest := tokens % size:
@@ -242,8 +248,61 @@ def _tag(group: int, skip: int) -> bytes:
     return b"kvkeep record 1\n" + tag + b"\n"
 
 
+def stored_prefix(
+    tiered: TieredStore, prompt: PromptIds, until: float | None = None
+) -> Position | None:
+    """Return the longest stored prefix behind the prompt's start, where blocks have all layers.
+
+    Tiers that other processes write to are queried about whole blocks and about the end of the
+    prompt; about other tails only what is known here counts. None if nothing is stored.
+
+    Cost: a few µs a block, and about 2 µs for each token of the first block that is missing.
+    """
+    size, first = prompt.size, prompt.start // prompt.size
+    with closed_is_illegal():
+        levels = tiered.locate(prompt.full[first:], until)
+        tokens = (first + len(levels)) * size
+        if tokens < len(prompt):
+            for tail in _tails(tiered, prompt, first + len(levels)):
+                (level,) = tiered.locate_each([prompt.end(tail)], until)
+                if level is not None:
+                    levels.append(level)
+                    tokens = tail
+                    break
+    if tokens <= prompt.start:
+        return None
+    return Position(tokens, levels, lambda: prompt.base_pieces(tokens, first))
+
+
+def _tails(
+    tiered: TieredStore,
+    prompt: PromptIds,
+    number: int,
+    *,
+    ask: bool = True,
+    stored: Callable[[int], bool] | None = None,
+) -> Iterator[int]:
+    """Yield ends behind ``start`` inside of block ``number`` that may be stored, longest first.
+
+    ``stored`` says of an end whether it may be; by default its base record is. The end of the
+    prompt is one if tiers may be asked: it is one name, not one a token.
+    """
+    begin = number * prompt.size
+    most = min(prompt.size - 1, len(prompt) - begin)
+    least = max(0, prompt.start - begin)
+    if ask and most > least and begin + most == len(prompt):
+        yield begin + most
+        most -= 1
+    ends = range(begin + most, begin + least, -1)
+    if stored is not None:
+        yield from filter(stored, ends)
+    elif ends:
+        held = tiered.holders(prompt.tails(number)[least:most])
+        yield from (end for end, levels in zip(ends, reversed(held), strict=True) if levels)
+
+
 class PositionFinder:
-    """Finds the longest position of a prompt at which all records are stored.
+    """Finds the longest position of a prompt at which the records of all groups are stored.
 
     ``bad`` records count as missing: a read of them failed. Tiers that other processes write to
     are queried about the ends of blocks, and about the end of the prompt, in few queries; about
@@ -268,7 +327,6 @@ class PositionFinder:
         self._first = prompt.start // prompt.size
         self._start = prompt.start
         self._levels: dict[bytes, int | None] = {}
-        self._leading: list[int] = []
         self._reach = self._find_reach()
         self._states_from = self._reach + 1  # blocks whose states were looked up, from the end
         self._batches = 0
@@ -286,18 +344,21 @@ class PositionFinder:
 
     def longest(self) -> Position | None:
         """Return the longest position behind ``start``, None if there is none."""
+        prompt, last = self._names, self._reach
+        forms = prompt.forms
+        stored = None if forms.base is not None and forms.states is None else self._marked
         with closed_is_illegal():
-            return self._longest()
-
-    def _longest(self) -> Position | None:
-        size = self._names.size
-        block = self._longest_block()
-        at = 0 if block is None else block.tokens // size
-        for number in range(self._reach, max(at, self._first) - 1, -1):
-            found = self._longest_tail(number)
-            if found is not None:
-                return found
-        return block
+            for number in range(self._reach, self._first - 1, -1):
+                for tokens in _tails(self._tiered, prompt, number, ask=self._ask, stored=stored):
+                    if isinstance(position := self._at(tokens), Position):
+                        return position
+                if self._first < number <= last:
+                    position = self._at(number * prompt.size)
+                    if isinstance(position, Position):
+                        return position
+                    # No end of a block behind a missing record of a window can do without it.
+                    last = number if position is None else position // prompt.size
+        return None
 
     def _find_reach(self) -> int:
         """Return how many leading blocks the layers that keep every token have."""
@@ -306,35 +367,51 @@ class PositionFinder:
             return len(full)
         with closed_is_illegal():
             if self._ask:
-                self._leading = list(self._tiered.locate(full[first:], self._until))
+                leading = self._tiered.locate(full[first:], self._until)
             else:
                 held = takewhile(bool, self._tiered.holders(full[first:]))
-                self._leading = [min(levels) for levels in held]
-        if not self._names.forms.whole:
-            self._levels |= zip(full[first:], self._leading, strict=False)
-        return first + len(self._leading)
+                leading = [min(levels) for levels in held]
+        self._levels |= zip(full[first:], leading, strict=False)
+        return first + len(leading)
 
-    # --- ends of blocks --------------------------------------------------------------------------
+    def _at(self, tokens: int) -> Position | int | None:
+        """Return the position at ``tokens``; None if it is none.
 
-    def _longest_block(self) -> Position | None:
-        number, names = self._reach, self._names
-        least = self._start // names.size
-        while number > least:
-            if names.forms.states is not None and not self._has_state(number):
-                number -= 1
-                continue
-            tokens = number * names.size
-            windows = self._windows(tokens)
-            if isinstance(windows, list):
-                if (found := self._position(tokens, windows)) is not None:
-                    return found
-                number -= 1
-                continue
-            # No end of a block behind the missing record can do without it.
-            number = min(number - 1, windows // names.size)
-        return None
+        Where a window's record is missing, return its block's first token.
+        """
+        prompt, size = self._names, self._names.size
+        forms, tail = prompt.forms, tokens % size
+        needed = [prompt.end(tokens)] if tail and forms.base is not None else []
+        if forms.states is not None:
+            needed.append(prompt.state(tokens))
+        if tail:
+            ends = [
+                prompt.window(group, stop, start % size)
+                for group in range(len(forms.windows))
+                for start, stop in prompt.spans(group, tokens)
+                if start >= tokens - tail or start % size
+            ]
+            self._look_up([*needed, *ends])
+        elif forms.states is not None:
+            self._look_up_states(tokens // size)
+        if any(self._levels[block] is None for block in needed):
+            return None
+        windows = list[PositionPiece]()
+        for group in range(len(forms.windows)):
+            found = self._window(group, tokens)
+            if isinstance(found, int):
+                return found
+            windows += found
+        pieces = prompt.base_pieces(tokens, self._first) + windows
+        if forms.states is not None:
+            pieces.append(prompt.state_piece(tokens))
+        levels = [level for piece in pieces if (level := self._levels[piece.id]) is not None]
+        assert len(levels) == len(pieces)
+        # Where chunks end, no record may be needed; then it is none.
+        return Position(tokens, levels, pieces) if pieces else None
 
-    def _has_state(self, number: int) -> bool:
+    def _look_up_states(self, number: int) -> None:
+        """Look up the state at the end of block ``number``, with those of some ends before it."""
         while self._states_from > number:
             batch = _BATCHES[min(self._batches, len(_BATCHES) - 1)]
             begin = max(1, self._states_from - batch)
@@ -342,80 +419,35 @@ class PositionFinder:
             self._look_up([self._names.state(end * self._names.size) for end in ends])
             self._states_from = begin
             self._batches += 1
-        return self._levels[self._names.state(number * self._names.size)] is not None
 
-    # --- tails -----------------------------------------------------------------------------------
-
-    def _longest_tail(self, number: int) -> Position | None:
-        """Return the longest position inside of block ``number``, whose beginning is stored."""
-        for tokens in self._ends(number):
-            pieces = self._tail(tokens)
-            if pieces is not None and (found := self._position(tokens, pieces)) is not None:
-                return found
-        return None
-
-    def _ends(self, number: int) -> Iterator[int]:
-        """Yield where a position may be inside of block ``number``, the longest first."""
-        names, begin, knows = self._names, number * self._names.size, self._tiered.knows
-        most = min(names.size - 1, len(names.row) - begin)
-        least = max(0, self._start - begin)
-        if self._ask and most > least and begin + most == len(names.row):
-            yield begin + most  # it is asked for: one name, not one a token
-            most -= 1
-        if names.forms.base is not None and names.forms.states is None:
-            ends = names.tails(number) if most > least else []
-            yield from (begin + n for n in range(most, least, -1) if knows(ends[n - 1]))
-        else:
-            ahead = range(begin + most, begin + least, -1)
-            yield from (at for at in ahead if any(map(knows, self._markers(at))))
-
-    def _markers(self, tokens: int) -> list[bytes]:
-        """Return ids of which every position has one: of a state or window that ends there."""
+    def _marked(self, tokens: int) -> bool:
+        """Whether a state or window is known to end at ``tokens``: every position has one."""
         names = self._names
         if names.forms.states is not None:
-            return [names.state(tokens)]
-        whole = [names.window(0, tokens)]
-        return whole + [
+            return self._tiered.knows(names.state(tokens))
+        ids = [names.window(0, tokens)]
+        ids += [
             names.window(0, stop, start % names.size)
             for start, stop in names.spans(0, tokens)
             if stop == tokens and start % names.size
         ]
+        return any(map(self._tiered.knows, ids))
 
-    def _tail(self, tokens: int) -> list[PositionPiece] | None:
-        names, begin = self._names, tokens - tokens % self._names.size
-        needed = [names.end(tokens)] if names.forms.base is not None else []
-        needed += [names.state(tokens)] if names.forms.states is not None else []
-        for group in range(len(names.forms.windows)):
-            for start, stop in names.spans(group, tokens):
-                if start >= begin or start % names.size:
-                    needed.append(names.window(group, stop, start % names.size))
-        self._look_up(needed)
-        fixed = needed[: (names.forms.base is not None) + (names.forms.states is not None)]
-        if any(self._levels[one] is None for one in fixed):
-            return None
-        windows = self._windows(tokens)
-        return windows if isinstance(windows, list) else None
-
-    # --- windows ---------------------------------------------------------------------------------
-
-    def _windows(self, tokens: int) -> list[PositionPiece] | int:
-        """Return the windows' records of a position; of a missing one, its block's first token."""
-        names, size = self._names, self._names.size
+    def _window(self, group: int, tokens: int) -> list[PositionPiece] | int:
+        """Return a window's records of a position; of a missing one, its block's first token."""
+        names = self._names
         found: list[PositionPiece] = []
-        for group in range(len(names.forms.windows)):
-            mine: list[PositionPiece] = []
-            for start, stop in names.spans(group, tokens):
-                begin = start - start % size
-                whole = names.window_piece(group, begin, stop)
-                cut = names.window_piece(group, start, stop)
-                if self._window_level(whole, group) is not None:
-                    mine.append(whole)
-                elif start > begin and self._level(cut.id) is not None:
-                    mine.append(cut)
-                else:
-                    return begin
-            found += reversed(mine)
-        return found
+        for start, stop in names.spans(group, tokens):
+            begin = start - start % names.size
+            whole = names.window_piece(group, begin, stop)
+            if self._window_level(whole, group) is not None:
+                found.append(whole)
+                continue
+            cut = names.window_piece(group, start, stop)
+            if start == begin or self._level(cut.id) is None:
+                return begin
+            found.append(cut)
+        return found[::-1]
 
     def _window_level(self, piece: PositionPiece, group: int) -> int | None:
         """Return the level of a window's record; look up those of blocks before it, too."""
@@ -438,8 +470,6 @@ class PositionFinder:
             self._look_up([block])
         return self._levels[block]
 
-    # --- common ----------------------------------------------------------------------------------
-
     def _look_up(self, blocks: Iterable[bytes]) -> None:
         """Record the levels of ``blocks``, with one query of each tier that must be queried."""
         new = [block for block in dict.fromkeys(blocks) if block not in self._levels]
@@ -448,20 +478,3 @@ class PositionFinder:
         else:
             held = self._tiered.holders(new)
             self._levels |= zip(new, (min(one) if one else None for one in held), strict=True)
-
-    def _position(self, tokens: int, windows: list[PositionPiece]) -> Position | None:
-        """Return the position, None if it has no record: where chunks end, none may be needed."""
-        names, first = self._names, self._first
-        if names.forms.whole:
-            leading = self._leading
-            if tokens % names.size and (level := self._levels[names.end(tokens)]) is not None:
-                leading = [*leading, level]
-            return Position(tokens, leading, lambda: names.base_pieces(tokens, first))
-        pieces = names.base_pieces(tokens, first) + windows
-        if names.forms.states is not None:
-            pieces.append(names.state_piece(tokens))
-        if not pieces:
-            return None
-        levels = [self._levels[piece.id] for piece in pieces]
-        assert None not in levels
-        return Position(tokens, [level for level in levels if level is not None], pieces)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Unpack
+from itertools import repeat
+from time import time
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvkeep.core.errors import (
     IllegalStep,
@@ -18,42 +21,54 @@ from kvkeep.core.errors import (
     whole,
 )
 from kvkeep.core.extras import as_extras
-from kvkeep.core.geometry import parse_bytes
+from kvkeep.core.geometry import KVGeometry, parse_bytes
 from kvkeep.core.public import PublicPrefixes
 from kvkeep.core.returns import Ended
 from kvkeep.core.tokens import as_tokens
-from kvkeep.store.blocks.base import Store
-from kvkeep.store.blocks.stats import StoreCounters, closed_is_illegal, seconds_of
+from kvkeep.store.blocks.base import (
+    Lookup,
+    Store,
+    StoreCounters,
+    closed_is_illegal,
+    runs_of,
+    seconds_of,
+)
 from kvkeep.store.identity import is_loaded
-from kvkeep.store.kv.forms import window_start
-from kvkeep.store.kv.names import TenantNames
-from kvkeep.store.kv.options import StoreConfig, StoreOptions
+from kvkeep.store.kv.forms import BASE, RecordForms, Snapshot, window_start
+from kvkeep.store.kv.misses import first_miss, misses_behind, state_miss
+from kvkeep.store.kv.names import TenantNames, store_namespace
 from kvkeep.store.kv.paying import choose_load
-from kvkeep.store.kv.positions import PromptIds
-from kvkeep.store.kv.prompts import Followers, PromptRecords
+from kvkeep.store.kv.positions import (
+    PositionFinder,
+    PromptIds,
+    ids_and_sizes,
+    stored_prefix,
+)
+from kvkeep.store.kv.prompts import Prefetch, load_pieces, tokens_by_tier
 from kvkeep.store.kv.transfers import Transfers
-from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights, TieredStore, open_tiers
+from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from kvkeep.core.cost import CostModel
     from kvkeep.core.extras import ExtraLike
-    from kvkeep.core.geometry import KVGeometry
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.stats import Lookup, Put, StoreStats
-    from kvkeep.store.kv.forms import KV, Layout, Snapshot
+    from kvkeep.store.blocks.base import Put, StoreStats
+    from kvkeep.store.kv.forms import KV, Layout
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
-    from kvkeep.store.kv.prompts import Prefetch
+    from kvkeep.store.kv.positions import Position
     from kvkeep.store.kv.transfers import Get, Loaded
-    from kvkeep.store.tiers import Miss, Removed, TieringPolicy
+    from kvkeep.store.tiers import Miss, Removed, TieredStore, TieringPolicy
 
 __all__ = ["KVStore"]
 
 _UNKNOWN = Ended()
+_PIN_TRIES: Final = 8
+"""Positions that a pin tries, ever shorter ones, until one is not larger than pins may be."""
 
 
 class KVStore(Store):
@@ -127,56 +142,46 @@ class KVStore(Store):
         snapshots: bool | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        config = StoreConfig(
-            geometry=geometry, model=model, revision=revision, tiers=tiers, layout=layout,
-            block_tokens=block_tokens, tenant=tenant, lora=lora, rank=rank, policy=policy,
-            quotas=quotas, shares=shares, snapshots=snapshots, cost=cost,
+        check_type("geometry", geometry, KVGeometry, "a KVGeometry")
+        if snapshots is None:
+            snapshots = not geometry.plain
+        elif not switch("snapshots", snapshots):
+            geometry.needs_plain("KVStore(…, snapshots=False)")
+        check_type("quotas", quotas, Mapping | None, "a limit by tenant, as {'a': '1GiB'},")
+        if shares is not None and not isinstance(shares, Mapping):
+            raise InvalidValue(f"shares are weights by tenant, as {{'a': 3}}; got {told(shares)}")
+        self.geometry = geometry
+        self.layout = layout
+        self.block_tokens = whole("block_tokens", block_tokens, 1, 1 << 20)
+        self._forms = RecordForms(geometry, layout, whole=not snapshots)
+        self.namespace = store_namespace(
+            geometry, layout, self.block_tokens,
+            model=model, revision=revision, tenant=tenant, lora=lora, rank=rank,
+            snapshots=bool(snapshots),
         )  # fmt: skip
-        self.geometry = config.geometry
-        self.layout = config.layout
-        self.block_tokens = config.block_tokens
-        self.namespace = config.namespace
-        self._binding = ModelBinding(self.namespace.model, self.namespace.revision)
+        revision = self.namespace.revision
+        self._identity = revision if is_loaded(revision) else None
+        self._binding = threading.Lock()  # of `_identity`
         self.public = PublicPrefixes()
-        self._names = TenantNames(self.namespace, self.block_tokens, self.public)
-        self._forms = forms = config.forms
-        followers = Followers()
-        self._records = PromptRecords(forms, followers)
-        self._transfers = Transfers(forms, followers)
+        self._names = names = TenantNames(self.namespace, self.block_tokens, self.public)
         self._counters = StoreCounters()
-        limits = {
-            self._names.of(name).space: parse_bytes(limit) for name, limit in (quotas or {}).items()
-        }
-        weights = _weights(self._names, config)
-        front, below = open_tiers(
-            config.tiers, forms.block_shape, shares=weights is not None,
-            prompt_bytes=self.geometry.bytes_for(PROMPT_TOKENS),
+        limits = {names.of(name).space: parse_bytes(each) for name, each in (quotas or {}).items()}
+        weights: TenantWeights | None = None
+        if shares is not None:
+            named = {name: names.of(name).space for name in {*(quotas or {}), *shares, tenant}}
+            spaces = {space: name for name, space in named.items()}
+            weights = TenantWeights(shares, {names.shared().space: None, **spaces})
+        super().__init__(
+            tiers, policy, cost, unit="tokens", notes=names.notes, shape=self._forms.block_shape,
+            prompt_bytes=geometry.bytes_for(PROMPT_TOKENS), shares=weights,
         )  # fmt: skip
-        tiered = TieredStore(
-            front, below, policy, notes=self._names.notes, shares=weights, cost=cost
-        )
+        self._transfers = Transfers(self._tiered, self._forms)
         if weights is not None:
-            self._names.made = partial(_announce, tiered)
-        super().__init__(tiered, "tokens")
+            names.made = partial(_announce, self._tiered)
         self._pin_memory()
         for space, limit in limits.items():
             self._tiered.set_quota(space, limit)
-        self._tiered.expect(self._names.of(None).space)
-
-    @staticmethod
-    def shared(name: str, geometry: KVGeometry, **options: Unpack[StoreOptions]) -> KVStore:
-        """Return the store called ``name`` in this process; the first caller opens it.
-
-        All callers with the same name and configuration share tiers and counters. Each closes
-        its own handle; the last `close` closes the store. ``options`` are the keyword
-        arguments of the constructor.
-
-        Raises:
-            InvalidValue: the store is open with another configuration; the message names the
-                difference.
-        """
-        given = StoreConfig(geometry=geometry, **options).compared()
-        return KVStore._take(name, given, lambda: KVStore(geometry, **options))
+        self._tiered.expect(names.of(None).space)
 
     def put(
         self,
@@ -234,7 +239,7 @@ class KVStore(Store):
         if answer is not None:
             stop = self._keep_until(prompt, answer, ended, tenant)
         put = self._transfers.put(
-            self._tiered, prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace, exact=exact
+            prompt, kv, stop=stop, wait=wait, tail=tail, replace=replace, exact=exact
         )
         return self._stored(began, len(prompt) - prompt.start, put)
 
@@ -298,13 +303,11 @@ class KVStore(Store):
         self._needs(snapshots=True, call="put_snapshot")
         began = self._begin()
         prompt = self._prompt(tokens, 0, tenant, extra)
-        self._transfers.check(snapshot, len(prompt))
         wait, replace = switch("wait", wait), switch("replace", replace)
+        check_type("snapshot", snapshot, Snapshot, "a Snapshot")
         if not snapshot.start:
             self._requested(prompt)
-        put = self._transfers.put_snapshot(
-            self._tiered, prompt.cut(snapshot.tokens), snapshot, wait=wait, replace=replace
-        )
+        put = self._transfers.put_snapshot(prompt, snapshot, wait=wait, replace=replace)
         return self._stored(began, snapshot.tokens - snapshot.start, put)
 
     def _keep_until(self, prompt: PromptIds, answer: int, ended: Ended, tenant: str | None) -> int:
@@ -330,7 +333,6 @@ class KVStore(Store):
         form: Literal["tensor", "tuples"] = "tensor",
         sources: list[tuple[str, int]] | None = None,
         pays: bool = False,
-        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> Get:
         """Return the KV of the longest stored prefix of ``tokens`` from ``start`` on.
@@ -352,8 +354,6 @@ class KVStore(Store):
             pays: load only what is faster to load than to compute (`worth_loading`), and end a load
                 that becomes slower than that. All is loaded until ``cost.prefill`` has observed
                 a pass or has a seed.
-            slower: a list to which the reasons are appended for tokens that are stored and were
-                not loaded because computing is faster.
             extra: as in `put`.
 
         Raises:
@@ -364,17 +364,16 @@ class KVStore(Store):
         given: object = form
         if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
-        _check_lists(sources, slower)
+        check_type("sources", sources, list | None, "a list")
         if sink is not None and not callable(sink):
             raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         self._needs(snapshots=False, call="get")
+        choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
         loaded = self._transfers.get(
-            self._tiered, prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline,
-            sources=bool(began) or sources is not None,
-            choose=self._choosing(prompt, len(prompt)) if switch("pays", pays) else None,
-        )  # fmt: skip
-        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+            prompt, out, sink=sink, tuples=form == "tuples", deadline=deadline, choose=choose
+        )
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources)
         return loaded.get
 
     def worth_loading(
@@ -399,8 +398,7 @@ class KVStore(Store):
         """
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         length = len(prompt) if length is None else whole("length", length, len(prompt))
-        with closed_is_illegal():
-            pieces = self._records.pieces(self._tiered, prompt)
+        pieces = load_pieces(self._position(prompt), prompt, self._tiered.names)
         return self._choosing(prompt, length)(pieces)
 
     def get_snapshot(
@@ -413,7 +411,6 @@ class KVStore(Store):
         tenant: str | None = None,
         sources: list[tuple[str, int]] | None = None,
         pays: bool = False,
-        slower: list[Miss] | None = None,
         extra: ExtraLike | None = None,
     ) -> Snapshot | None:
         """Return the snapshot at the longest stored position of ``tokens``; None if there is none.
@@ -428,7 +425,7 @@ class KVStore(Store):
             limit: the longest position that is of use; by default all tokens.
             deadline: seconds from now.
             sources, extra: as in `get`.
-            pays, slower: as in `get`; the position is loaded whole or not at all.
+            pays: as in `get`; the position is loaded whole or not at all.
 
         The tensors are new, in CPU memory and in the store's layout. Layers with a window have the
         tokens from `window_start` on.
@@ -442,14 +439,11 @@ class KVStore(Store):
         began = self._begin()
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
-        _check_lists(sources, slower)
+        check_type("sources", sources, list | None, "a list")
         if limit is not None:
             prompt = prompt.cut(whole("limit", limit, prompt.start, len(prompt)))
-        loaded = self._transfers.get_snapshot(
-            self._tiered, prompt, deadline=deadline, sources=bool(began) or sources is not None,
-            choose=choose,
-        )  # fmt: skip
-        self._loaded(began, len(prompt) - prompt.start, loaded, sources, slower)
+        loaded = self._transfers.get(prompt, deadline=deadline, choose=choose)
+        self._loaded(began, len(prompt) - prompt.start, loaded, sources)
         return loaded.snapshot
 
     @property
@@ -466,18 +460,16 @@ class KVStore(Store):
         asked: int,
         loaded: Loaded,
         sources: list[tuple[str, int]] | None,
-        slower: list[Miss] | None,
     ) -> None:
-        """Count and log a get, and hand on what is said of it."""
+        """Count and log a get."""
+        tiers = runs_of(loaded.tiers) if began or sources is not None else ()
         if sources is not None:
-            sources += loaded.tiers
-        if slower is not None:
-            slower += loaded.slower
+            sources += tiers
         moved = loaded.tokens
         self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
         if began:
             size = moved * self.geometry.bytes_per_token
-            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=loaded.tiers)
+            self._log(began, "get", asked=asked, moved=moved, size=size, tiers=tiers)
 
     def _stored(self, began: float, asked: int, put: Put) -> Put:
         """Count and log a put; return it."""
@@ -522,7 +514,19 @@ class KVStore(Store):
             InvalidValue: the store is reserved for another model.
         """
         self._tiered.check_open()
-        self._binding.bind(identity)
+        if not is_loaded(identity):
+            raise InvalidValue(
+                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
+                "model is needed"
+            )
+        with self._binding:
+            bound = self._identity = self._identity or identity
+        if bound != identity:
+            raise InvalidValue(
+                f"the store {self.namespace.model!r} holds KV of the model {bound}, and this model "
+                f"is {identity}: its weights, configuration or adapters differ; open a store for "
+                "it with KVStore(geometry, model=…)"
+            )
 
     def lookup(
         self, tokens: TokensLike, *, tenant: str | None = None, extra: ExtraLike | None = None
@@ -535,7 +539,39 @@ class KVStore(Store):
         about blocks that are not known here. ``extra`` as in `put`.
         """
         prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
-        return self._records.lookup(self._tiered, prompt)
+        tiered, size, since = self._tiered, prompt.size, time()
+        if self._forms.whole:
+            position = stored_prefix(tiered, prompt)
+            tokens = 0 if position is None else position.tokens
+            miss = first_miss(tiered, prompt, tokens, since) if tokens < len(prompt) else None
+            if position is None:
+                return Lookup(0, (), 0, miss)
+            names = map(tiered.names.__getitem__, position.levels)
+            lengths = [*repeat(size, tokens // size), tokens % size]
+            return Lookup(tokens, runs_of(zip(names, lengths, strict=False)), tokens, miss)
+        finder = PositionFinder(tiered, prompt)
+        position = finder.longest()
+        stored = finder.stored if self._forms.base is not None else 0
+        tokens = 0 if position is None else position.tokens
+        if stored > tokens:
+            ends = range(tokens - tokens % size + size, stored + 1, size)
+            miss = state_miss(tiered, prompt, tokens, ends, since)
+        else:
+            miss = first_miss(tiered, prompt, tokens, since)
+        if position is None:
+            return Lookup(0, (), stored, miss)
+        names = map(tiered.names.__getitem__, position.levels)
+        parts = tokens_by_tier(zip(position.pieces, names, strict=True), tokens, 0)
+        return Lookup(tokens, runs_of(parts), max(stored, tokens), miss)
+
+    def _position(self, prompt: PromptIds, *, ask: bool = True) -> Position | None:
+        """Return the longest stored position of a prompt, behind its ``start``.
+
+        Without ``ask``, no tier is queried; that is for snapshots.
+        """
+        if self._forms.whole:
+            return stored_prefix(self._tiered, prompt)
+        return PositionFinder(self._tiered, prompt, ask=ask).longest()
 
     def why(
         self,
@@ -560,7 +596,7 @@ class KVStore(Store):
             InvalidValue: tokens or ``start`` are wrong.
         """
         since = None if since is None else number("since, in Unix seconds,", since)
-        return self._records.why(self._tiered, self._prompt(tokens, start, tenant, extra), since)
+        return misses_behind(self._tiered, self._prompt(tokens, start, tenant, extra), since)
 
     def ended(
         self,
@@ -594,10 +630,17 @@ class KVStore(Store):
         beside: list[bytes] = []
         if conversations.waits is not None:
             # The next prompt may go on where the answer ended, or where it began.
-            with closed_is_illegal():
-                for end in dict.fromkeys((len(given), prompt)):
-                    beside += self._records.beside(self._tiered, given.cut(end))
+            for end in dict.fromkeys((len(given), prompt)):
+                beside += self._beside(given.cut(end))
         conversations.ended(chain, prompt, ended, given.names.space, beside)
+
+    def _beside(self, prompt: PromptIds) -> list[bytes]:
+        """Return the ids of records that a prompt has beside its full blocks."""
+        if self._forms.whole:
+            return [prompt.end(len(prompt))] if len(prompt) % prompt.size else []
+        position = self._position(prompt, ask=False)
+        pieces = [] if position is None else position.pieces
+        return [piece.id for piece in pieces if piece.group != BASE or piece.stop % prompt.size]
 
     def worth(
         self,
@@ -667,9 +710,12 @@ class KVStore(Store):
         first to be evicted here. `get` and `put` count as uses themselves. Transfers nothing.
         ``extra`` as in `put`.
         """
+        prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
         with closed_is_illegal():
-            prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
-            self._records.touch(self._tiered, prompt)
+            if self._forms.whole:
+                self._tiered.used(prompt.full)
+            elif (position := self._position(prompt, ask=False)) is not None:
+                self._tiered.used([piece.id for piece in position.pieces])
 
     def prefetch(
         self,
@@ -685,7 +731,22 @@ class KVStore(Store):
         `put`.
         """
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
-        return self._records.prefetch(self._tiered, prompt)
+        whole = self._forms.whole
+        start = prompt.start - prompt.start % prompt.size if whole else 0
+        asked = PromptIds(self._forms, prompt.row.copy(), start, prompt.names)
+        lengths: list[int] = []
+
+        def plan() -> tuple[list[bytes], list[int]]:  # in a thread: a lookup may query slow tiers
+            position = self._position(asked)
+            if position is None:
+                return [], []
+            pieces = position.pieces
+            counts = [piece.stop - piece.start if piece.group == BASE else 0 for piece in pieces]
+            counts[-1] += position.tokens - start - sum(counts)
+            lengths.extend(counts)
+            return ids_and_sizes(pieces)
+
+        return Prefetch(self._tiered.prefetch(plan), start, lengths, whole=not whole)
 
     def pin(
         self,
@@ -702,7 +763,22 @@ class KVStore(Store):
         as in `put`.
         """
         seconds = seconds_of("seconds", seconds, ends=True)
-        return self._records.pin(self._tiered, self._prompt(tokens, 0, tenant, extra), seconds)
+        prompt, pins = self._prompt(tokens, 0, tenant, extra), self._tiered.pins
+        for _ in range(_PIN_TRIES):
+            position = self._position(prompt)
+            if position is None:
+                break
+            ids, _ = ids_and_sizes(position.pieces)
+            if self._forms.whole:
+                count = pins.pin(ids, seconds)
+                return position.pieces[count - 1].stop if count else 0
+            count = pins.pin_all(ids, seconds)
+            if count == len(ids):
+                return position.tokens
+            # A shorter position may fit: in any case, none behind the last base record that did.
+            fits = [piece.stop for piece in position.pieces[:count] if piece.group == BASE]
+            prompt = prompt.cut(min(max(fits, default=0), position.tokens - 1))
+        return 0
 
     def unpin(
         self,
@@ -717,7 +793,26 @@ class KVStore(Store):
         Blocks with a token before ``start`` stay pinned; of snapshots, those that end before it.
         ``extra`` as in `put`.
         """
-        return self._records.unpin(self._tiered, self._prompt(tokens, start, tenant, extra))
+        prompt, pins = self._prompt(tokens, start, tenant, extra), self._tiered.pins
+        every, start = prompt.behind(0), prompt.start
+        if self._forms.whole:
+            position = self._position(every)
+            pieces = [] if position is None else position.pieces[-(-start // prompt.size) :]
+            count = pins.unpin([piece.id for piece in pieces])
+            return sum(piece.stop - piece.start for piece in pieces[:count])
+        ids = list(every.every(0))
+        pinned = pins.pinned(ids)
+        tokens_pinned = 0
+        for _ in range(_PIN_TRIES if pinned else 0):
+            position = self._position(every)  # the longest; those of a shorter one may be pinned
+            if position is None:
+                break
+            if all(piece.id in pinned for piece in position.pieces):
+                tokens_pinned = position.tokens
+                break
+            every = every.cut(position.tokens - 1)
+        pins.unpin(list(prompt.every(start)) if start else ids)
+        return max(0, tokens_pinned - start)
 
     def remove(
         self,
@@ -748,10 +843,9 @@ class KVStore(Store):
             IllegalStep: the store is closed.
         """
         prompt = self._prompt(tokens, start, tenant, extra)
-        with closed_is_illegal():
-            self._tiered.conversations.forget(_chain(prompt), start)
-            # Public blocks are not this tenant's to delete; its own copies of them are.
-            return self._records.remove(self._tiered, prompt)
+        self._tiered.conversations.forget(_chain(prompt), start)
+        # Public blocks are not this tenant's to delete; its own copies of them are.
+        return self._transfers.remove(prompt)
 
     def clear(self, *, tenant: str | None = None) -> Removed:
         """Delete all blocks of a tenant in this store's namespace; see `Removed` for failures.
@@ -764,8 +858,8 @@ class KVStore(Store):
         Cost: that of listing every tier, which they do in parallel.
         """
         space = self._names.of(tenant).space
+        self._tiered.conversations.clear(space)
         with closed_is_illegal():
-            self._tiered.conversations.clear(space)
             return self._tiered.clear(space)
 
     def stats(self) -> StoreStats:
@@ -792,55 +886,12 @@ class KVStore(Store):
         return f"<KVStore of {self.namespace.model} over {self._places}>"
 
 
-def _check_lists(sources: object, slower: object) -> None:
-    for name, value in (("sources", sources), ("slower", slower)):
-        check_type(name, value, list | None, "a list")
-
-
 def _announce(tiered: TieredStore, space: bytes, tenant: str | None) -> None:
     """Announce a tenant; a closed store still names blocks (`KVStore.root`)."""
     with suppress(IllegalStep):
         tiered.announce(space, tenant)
 
 
-def _weights(names: TenantNames, config: StoreConfig) -> TenantWeights | None:
-    """Return the weights of tenants, with the spaces of those that are named."""
-    if config.shares is None:
-        return None
-    spaces: dict[bytes, str | None] = {names.shared().space: None}
-    for tenant in {**(config.quotas or {}), **config.shares, config.namespace.tenant: 0}:
-        spaces[names.of(tenant).space] = tenant
-    return TenantWeights(config.shares, spaces)
-
-
 def _chain(prompt: PromptIds) -> Chain:
     names = prompt.names
     return Chain(names.root, prompt.full, prompt.size, len(prompt), prompt.row, len(names.public))
-
-
-class ModelBinding:
-    """The identity of the only model whose KV a store accepts, once that is known.
-
-    Thread safety: all methods. Users of a shared store have one binding.
-    """
-
-    def __init__(self, name: str, revision: str) -> None:
-        self._name = name
-        self._identity = revision if is_loaded(revision) else None
-        self._lock = threading.Lock()
-
-    def bind(self, identity: str) -> None:
-        """See `KVStore.bind`."""
-        if not is_loaded(identity):
-            raise InvalidValue(
-                f"the identity is {told(identity)}; the kvkeep.store.model_identity of a loaded "
-                "model is needed"
-            )
-        with self._lock:
-            bound = self._identity = self._identity or identity
-        if bound != identity:
-            raise InvalidValue(
-                f"the store {self._name!r} holds KV of the model {bound}, and this model is "
-                f"{identity}: its weights, configuration or adapters differ; open a store for it "
-                "with KVStore(geometry, model=…)"
-            )

@@ -9,29 +9,36 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvkeep.core.errors import InvalidValue, check_type, whole
-from kvkeep.store.blocks.stats import Put, closed_is_illegal, runs_of, seconds_of
-from kvkeep.store.kv.forms import Snapshot
-from kvkeep.store.kv.positions import BASE, STATE, Position, PositionFinder
-from kvkeep.store.kv.prompts import first_miss, load_pieces, tokens_by_tier
+from kvkeep.store.blocks.base import Put, closed_is_illegal, seconds_of
+from kvkeep.store.kv.forms import BASE, STATE, Snapshot, tokens_of
+from kvkeep.store.kv.misses import first_miss
+from kvkeep.store.kv.positions import (
+    Position,
+    PositionFinder,
+    ids_and_sizes,
+    stored_prefix,
+)
+from kvkeep.store.kv.prompts import Followers, load_pieces, tokens_by_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from kvkeep.store.kv.forms import KV, KVForm, RecordForms
+    from kvkeep.store.kv.forms import KV, KVForm, Parts, RecordForms, State
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.positions import PositionPiece, PromptIds
-    from kvkeep.store.kv.prompts import Followers
-    from kvkeep.store.tiers import Miss, ReadBlocks, TieredStore, Written
+    from kvkeep.store.tiers import Miss, Removed, TieredStore, Written
 
     Choose = Callable[[list[LoadPiece]], LoadChoice]
+    Sink = Callable[[int, int, KV, str], bool]
 
 __all__ = ["Get", "Loaded", "Transfers"]
 
 _WAIT_S: Final = 60.0
 """Seconds that each slower tier has to write records for which a put waits."""
 
+_NO_STATE: Final[Mapping[tuple[int, str], Tensor]] = {}
 _TRIES: Final = 16
 """Positions that a get tries: each one but the first because a record of the last was bad."""
 
@@ -71,15 +78,21 @@ class Loaded(NamedTuple):
         get: of blocks of all layers.
         snapshot: of records of each group of layers; None if no position was read.
         tokens: that it saves.
-        tiers: ``(tier, tokens)`` in order; empty unless they were requested.
-        slower: what was stored and not loaded because computing is faster.
+        tiers: yields ``(tier, tokens)`` in order, once.
     """
 
     get: Get
     snapshot: Snapshot | None = None
     tokens: int = 0
-    tiers: tuple[tuple[str, int], ...] = ()
-    slower: tuple[Miss, ...] = ()
+    tiers: Iterable[tuple[str, int]] = ()
+
+
+class _Held(NamedTuple):
+    """KV of one group of layers: its tensors, from token ``first`` on."""
+
+    form: KVForm
+    first: int
+    tensors: Parts
 
 
 class _Gap(Exception):
@@ -87,21 +100,21 @@ class _Gap(Exception):
 
 
 class Transfers:
-    """Copies KV of one store into records and out of them.
+    """Copies KV of one store into records and out of them, and deletes records.
 
     Thread safety: all methods. Replacements of any prompts wait for each other.
     """
 
-    def __init__(self, forms: RecordForms, followers: Followers) -> None:
+    def __init__(self, tiered: TieredStore, forms: RecordForms) -> None:
+        self._tiered = tiered
         self._forms = forms
-        self._followers = followers
+        self._followers = Followers()
         self._replacing = threading.Lock()
 
-    # --- blocks of all layers --------------------------------------------------------------------
+    # --- puts ------------------------------------------------------------------------------------
 
     def put(
         self,
-        tiered: TieredStore,
         prompt: PromptIds,
         kv: KV,
         *,
@@ -117,7 +130,7 @@ class Transfers:
         """
         form, start, size = self._forms.base, prompt.start, prompt.size
         assert form is not None
-        form.check(kv, len(prompt) - start)
+        held = {BASE: _Held(form, start, form.tensors(kv, len(prompt) - start))}
         first = -(-start // size)  # the first block of which kv has all tokens
         old = prompt.behind(first * size) if replace else None
         unread = len(prompt) - stop
@@ -126,96 +139,39 @@ class Transfers:
         end = stop - stop % size
         pieces = prompt.base_pieces(stop if tail and start <= end else end, first)
 
-        def fill(at: int, raw: memoryview) -> None:
-            form.write(kv, pieces[at].start - start, pieces[at].stop - start, raw)
-
         end = pieces[-1].stop if pieces else first * size
-        written, failed = self._write(
-            tiered, prompt, end, pieces, fill, old=old, wait=wait, exact=exact
-        )
+        written, failed = self._write(prompt, end, pieces, held, old=old, wait=wait, exact=exact)
         lengths = [piece.stop - piece.start for piece in pieces]
-        kept = sum(lengths[at] for at in written.kept)
-        skipped = sum(lengths[at] for at in written.already)
+        kept = sum(map(lengths.__getitem__, written.kept))
+        skipped = sum(map(lengths.__getitem__, written.already))
         total = sum(lengths)
         return Put(kept, skipped, total - kept - skipped, stop - start - total, failed, unread)
 
-    def get(
-        self,
-        tiered: TieredStore,
-        prompt: PromptIds,
-        out: KV | None,
-        *,
-        sink: Callable[[int, int, KV, str], bool] | None,
-        tuples: bool,
-        deadline: float | None,
-        sources: bool,
-        choose: Choose | None,
-    ) -> Loaded:
-        """See `KVStore.get`; ``sources``: whether the tiers are to be named.
+    def put_snapshot(
+        self, prompt: PromptIds, snapshot: Snapshot, *, wait: bool, replace: bool
+    ) -> Put:
+        """See `KVStore.put_snapshot`."""
+        held = self._held(snapshot, len(prompt))
+        tokens, start, prompt = snapshot.tokens, snapshot.start, prompt.cut(snapshot.tokens)
+        pieces = self._pieces(prompt, tokens, held)
+        old = prompt.behind(-(-start // prompt.size) * prompt.size) if replace else None
+        try:
+            written, failed = self._write(
+                prompt, tokens, pieces, held, snapshot.state,
+                old=old, wait=wait, exact=snapshot.exact,
+            )  # fmt: skip
+        except _Gap as gap:
+            ids = [piece.id for piece in pieces]
+            self._tiered.losses.note(ids, self._tiered.memory.name, "dropped", "no room")
+            return Put(0, 0, tokens - start, 0, gap.args[0])
+        return self._result(pieces, snapshot, held, written, failed)
 
-        ``choose`` decides how much of what is stored to load; None: all of it.
+    def _held(self, snapshot: Snapshot, length: int) -> dict[int, _Held]:
+        """Return the tensors of a snapshot, by group.
+
+        Raises:
+            InvalidValue: it does not fit the geometry, or a prompt of ``length`` tokens.
         """
-        form, start, since = self._forms.base, prompt.start, time.time()
-        assert form is not None
-        if out is not None:
-            form.check_room(out, len(prompt) - start)
-        until = _until(deadline)
-        position = PositionFinder(tiered, prompt, until=until).longest()
-        position = position or Position(start, [], [])
-        choice = None
-        slower: tuple[Miss, ...] = ()
-        if choose is not None:
-            choice = choose(load_pieces(position, prompt, tiered.names))
-            position = _worth(tiered, position, choice)
-            until, slower = _sooner(until, choice), choice.misses
-        tokens, pieces, levels = position.tokens, position.pieces, position.levels
-        if not pieces:
-            miss = slower[0] if slower else first_miss(tiered, prompt, start, since)
-            return Loaded(Get(None, 0, None, miss), slower=slower)
-        into = out
-        if into is None and sink is None:
-            into = form.empty_block(tokens - start, tuples=tuples)
-        read_from: list[str] = []
-        wanted = True
-
-        def take(at: int, raw: memoryview) -> None:
-            nonlocal wanted
-            _, _, first, stop, _ = pieces[at]
-            begin = max(first, start)
-            if into is not None:
-                form.read(raw, stop - first, begin - first, into, begin - start)
-            if sink is not None:
-                kv = form.view(raw, stop - first, skip=begin - first)
-                wanted = sink(begin, stop, kv, read_from[-1])
-
-        count, exact = _read(
-            tiered, position, take, until, sources=read_from, cancelled=lambda: not wanted
-        )
-        end = pieces[count - 1].stop if count else start
-        if choice is not None and count < len(pieces) and until and time.monotonic() >= until:
-            slower = (choice.overtaken(end, tiered.names[levels[count]]), *slower)
-        miss = slower[0] if slower else None
-        if wanted and not slower:
-            miss = first_miss(tiered, prompt, end, since)
-        if not count:
-            return Loaded(Get(None, 0, None, miss), slower=slower)
-        self._note(prompt, end, (), start // prompt.size)
-        given = zip(pieces, read_from if sources else (), strict=False)
-        until_exact = None if exact == count else pieces[exact - 1].stop if exact else start
-        kv = None if into is None else form.cut(into, 0, end - start)
-        return Loaded(
-            Get(kv, end - start, until_exact, miss),
-            tokens=end - start,
-            tiers=runs_of(tokens_by_tier(given, end, start)),
-            slower=slower,
-        )
-
-    # --- snapshots -------------------------------------------------------------------------------
-
-    def check(self, snapshot: Snapshot, length: int) -> None:
-        """Raise `InvalidValue` unless the snapshot fits the geometry and a prompt of ``length``."""
-        if not isinstance(snapshot, Snapshot):
-            raise InvalidValue(f"snapshot is {type(snapshot).__name__}; a Snapshot is needed")
         tokens, start = snapshot.tokens, snapshot.start
         for name in ("tokens", "start"):
             whole(f"Snapshot.{name}", getattr(snapshot, name))
@@ -226,68 +182,36 @@ class Transfers:
                 f"the snapshot has tokens {start} … {tokens}; the prompt has {length}, and one "
                 "token at least must be in front of the position"
             )
-        known = {layer for group in self._forms.kv for layer in group.layers}
+        known = {layer for form in self._forms.kv.values() for layer in form.layers}
         if more := set(snapshot.layers) - known:
             raise InvalidValue(
                 f"the snapshot has KV of the layers {sorted(more)}, which have no attention"
             )
-        if (base := self._forms.base) is not None:
-            have = base.tokens_of(snapshot.layers)
-            if have != tokens - start:
+        held: dict[int, _Held] = {}
+        for group, form in self._forms.kv.items():
+            tensors = form.tensors_of(snapshot.layers)
+            have, first = tokens_of(tensors), form.start_of(tokens)
+            if group == BASE and have != tokens - start:
                 raise InvalidValue(
-                    f"layer {base.layers[0]} of the snapshot has {have} tokens; those from "
+                    f"layer {form.layers[0]} of the snapshot has {have} tokens; those from "
                     f"start={start} to tokens={tokens} are {tokens - start}"
                 )
-        for window in self._forms.windows:
-            have, first = window.tokens_of(snapshot.layers), window.start_of(tokens)
-            if have > tokens or tokens - have > first:
+            if group != BASE and not tokens - first <= have <= tokens:
                 raise InvalidValue(
-                    f"layer {window.layers[0]} of the snapshot has {have} tokens; to go on behind "
+                    f"layer {form.layers[0]} of the snapshot has {have} tokens; to go on behind "
                     f"{tokens} it needs those from {first} on, and at most all {tokens}"
                 )
+            held[group] = _Held(form, tokens - have, tensors)
         if self._forms.states is not None:
             self._forms.states.check(snapshot.state)
         elif snapshot.state:
             raise InvalidValue("the snapshot has states, and the geometry has none")
-
-    def put_snapshot(
-        self,
-        tiered: TieredStore,
-        prompt: PromptIds,
-        snapshot: Snapshot,
-        *,
-        wait: bool,
-        replace: bool,
-    ) -> Put:
-        """See `KVStore.put_snapshot`; the prompt ends at the snapshot's position."""
-        tokens, start, size = snapshot.tokens, snapshot.start, prompt.size
-        firsts = {
-            group: tokens - window.tokens_of(snapshot.layers)
-            for group, window in enumerate(self._forms.windows)
-        }
-        firsts[BASE] = start
-        pieces = self._pieces(tiered, prompt, tokens, firsts)
-        old = prompt.behind(-(-start // size) * size) if replace else None
-
-        def fill(at: int, raw: memoryview) -> None:
-            self._fill(pieces[at], snapshot, firsts, raw)
-
-        try:
-            written, failed = self._write(
-                tiered, prompt, tokens, pieces, fill, old=old, wait=wait, exact=snapshot.exact
-            )
-        except _Gap as gap:
-            ids = [piece.id for piece in pieces]
-            tiered.losses.note(ids, tiered.memory.name, "dropped", "no room")
-            return Put(0, 0, tokens - start, 0, gap.args[0])
-        return self._result(pieces, snapshot, firsts, written, failed)
+        return held
 
     def _pieces(
-        self, tiered: TieredStore, prompt: PromptIds, tokens: int, firsts: dict[int, int]
+        self, prompt: PromptIds, tokens: int, held: dict[int, _Held]
     ) -> list[PositionPiece]:
         """Return the records of a position in the order in which they are written.
-
-        ``firsts`` are, for each group, the first token of which the snapshot has KV.
 
         The state comes last, so that it is stored only if all other records are. Blocks of a window
         that no position behind a state needs are left out. Without states, records are in the order
@@ -295,7 +219,7 @@ class Transfers:
         """
         pieces = prompt.base_pieces(tokens)
         for group in range(len(self._forms.windows)):
-            first = firsts[group]
+            first = held[group].first
             spans = list(prompt.spans(group, tokens))
             if self._forms.states is None:  # without states, every end of a block is a position
                 begin = spans[-1][0] if spans else tokens
@@ -306,7 +230,7 @@ class Transfers:
             for start, stop in reversed(spans):
                 begin = start - start % prompt.size
                 whole = prompt.window_piece(group, begin, stop)
-                if begin >= first or tiered.knows(whole.id):
+                if begin >= first or self._tiered.knows(whole.id):
                     pieces.append(whole)
                 else:
                     pieces.append(prompt.window_piece(group, start, stop))
@@ -316,25 +240,11 @@ class Transfers:
             pieces.sort(key=lambda piece: piece.stop)
         return pieces
 
-    def _fill(
-        self, piece: PositionPiece, snapshot: Snapshot, firsts: dict[int, int], raw: memoryview
-    ) -> None:
-        if piece.group == STATE:
-            assert self._forms.states is not None
-            self._forms.states.write(snapshot.state, raw)
-            return
-        first, base = firsts[piece.group], self._forms.base
-        form = self._forms.windows[piece.group] if piece.group != BASE else base
-        assert form is not None
-        if piece.start < first:
-            raise _Gap
-        form.write(snapshot.layers, piece.start - first, piece.stop - first, raw)
-
     def _result(
         self,
         pieces: list[PositionPiece],
         snapshot: Snapshot,
-        firsts: dict[int, int],
+        held: dict[int, _Held],
         written: Written,
         failed: tuple[str, ...],
     ) -> Put:
@@ -347,7 +257,7 @@ class Transfers:
         kept, already = set(written.kept), set(written.already)
         counted = BASE if self._forms.base is not None else 0 if self._forms.windows else STATE
 
-        def tokens_of(which: set[int], most: int = snapshot.tokens) -> int:
+        def count(which: set[int], most: int = snapshot.tokens) -> int:
             return sum(
                 piece.stop - max(piece.start, snapshot.start)
                 for at, piece in enumerate(pieces)
@@ -355,16 +265,16 @@ class Transfers:
             )
 
         if len(kept) + len(already) < len(pieces):
-            new = tokens_of(kept, self._longest_end(pieces, firsts, kept | already))
-            skipped = tokens_of(already)
+            new = count(kept, self._longest_end(pieces, held, kept | already))
+            skipped = count(already)
             return Put(new, skipped, total - skipped - new, 0, failed)
-        new = tokens_of(kept)
+        new = count(kept)
         if counted == STATE and kept:
             new = total
         return Put(new, total - new, 0, 0, failed)
 
     def _longest_end(
-        self, pieces: list[PositionPiece], firsts: dict[int, int], stored: set[int]
+        self, pieces: list[PositionPiece], held: dict[int, _Held], stored: set[int]
     ) -> int:
         """Return the last end of a block that is a position if only some ``pieces`` are stored."""
         if self._forms.states is not None:
@@ -373,68 +283,117 @@ class Transfers:
         ends = {piece.stop for piece in pieces if piece.stop < missing.stop}
         for end in sorted(ends, reverse=True):
             if all(
-                window.start_of(end) >= firsts[group]
+                window.start_of(end) >= held[group].first
                 for group, window in enumerate(self._forms.windows)
             ):
                 return end
         return 0
 
-    def get_snapshot(
+    # --- gets ------------------------------------------------------------------------------------
+
+    def get(
         self,
-        tiered: TieredStore,
         prompt: PromptIds,
+        out: KV | None = None,
         *,
+        sink: Sink | None = None,
+        tuples: bool = False,
         deadline: float | None,
-        sources: bool,
         choose: Choose | None,
     ) -> Loaded:
-        """See `KVStore.get_snapshot`; the position is not behind the prompt's end.
+        """See `KVStore.get` and `KVStore.get_snapshot`; no position is behind the prompt's end.
 
-        ``choose`` decides whether a position is loaded; None: it is.
+        ``choose`` decides how much of what is stored to load; None: all of it. Of blocks of all
+        layers, any leading ones are of use; of a snapshot, all records of a position.
         """
-        until, start = _until(deadline), prompt.start
-        finder = PositionFinder(tiered, prompt, until=until)
-        nothing = Loaded(Get(None, 0))
-        for _ in range(_TRIES):
-            position = finder.longest()
-            if position is None:
-                break
+        tiered, whole, start, since = self._tiered, self._forms.whole, prompt.start, time.time()
+        base, room = self._forms.base, None
+        if out is not None and base is not None:
+            room = out, base.room(out, len(prompt) - start)
+        until = None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
+        finder = None if whole else PositionFinder(tiered, prompt, until=until)
+        slower: Miss | None = None  # why what is stored is not loaded
+        for _ in range(1 if whole else _TRIES):
+            position = stored_prefix(tiered, prompt, until) if finder is None else finder.longest()
             choice, due = None, until
-            if choose is not None:
+            if position is not None and choose is not None:
                 choice = choose(load_pieces(position, prompt, tiered.names))
-                if not choice.pays:
-                    _worth(tiered, position, choice)
-                    return nothing._replace(slower=choice.misses)
-                due = _sooner(until, choice)
-            reading = _Reading(self._forms, start, position)
-            read_from = list[str]()
-            count, exact = _read(tiered, position, reading.take, due, sources=read_from)
-            if count == len(position.pieces):
-                self._note(prompt, position.tokens, position.pieces)
-                given = zip(position.pieces, read_from if sources else (), strict=False)
-                return Loaded(
-                    nothing.get,
-                    reading.snapshot(exact),
-                    position.tokens - start,
-                    runs_of(tokens_by_tier(given, position.tokens, start)),
-                )
-            if choice is not None and due is not None and time.monotonic() >= due:
-                late = choice.overtaken(start, tiered.names[position.levels[count]])
-                return nothing._replace(slower=(late,))
+                position = self._worth(position, choice)
+                due, slower = _sooner(until, choice), next(iter(choice.misses), None)
+            if position is None or not position.pieces:
+                break
+            reading = _Reading(self._forms, start, position, room, sink, tuples=tuples)
+            count = self._read(reading, due)
+            if choice and due and count < len(position.pieces) and time.monotonic() >= due:
+                at = position.pieces[count - 1].stop if whole and count else start
+                slower = choice.overtaken(at, tiered.names[position.levels[count]])
+            if count == len(position.pieces) or (whole and count):
+                return self._loaded(prompt, reading, count, slower, since)
+            if finder is None or slower:
+                break
             # What was read is read again, most likely from memory, if a shorter position needs it:
             # then all records of a result were there at one time, also after a replacement.
             finder.bad(position.pieces[count])
-        return nothing
+        if whole and slower is None:
+            slower = first_miss(tiered, prompt, start, since)
+        return Loaded(Get(None, 0, None, slower))
 
-    # --- both ------------------------------------------------------------------------------------
+    def _loaded(
+        self,
+        prompt: PromptIds,
+        reading: _Reading,
+        count: int,
+        miss: Miss | None,
+        since: float,
+    ) -> Loaded:
+        """Return what was read: ``count`` records, of a snapshot all that it needs."""
+        pieces, exact, start = reading.position.pieces, reading.exact, prompt.start
+        end = reading.position.tokens if count == len(pieces) else pieces[count - 1].stop
+        given = zip(pieces, reading.sources, strict=False)
+        tiers = tokens_by_tier(given, end, start)
+        if not self._forms.whole:
+            self._note(prompt, end, pieces)
+            return Loaded(Get(None, 0), reading.snapshot(), end - start, tiers)
+        self._note(prompt, end, (), start // prompt.size)
+        if reading.wanted and miss is None:
+            miss = first_miss(self._tiered, prompt, end, since)
+        until = None if exact == count else pieces[exact - 1].stop if exact else start
+        return Loaded(Get(reading.kv(end), end - start, until, miss), None, end - start, tiers)
+
+    def _worth(self, position: Position, choice: LoadChoice) -> Position:
+        """Return the records to load; read some of the others if that may teach what reads take."""
+        pieces, levels = position.pieces, position.levels
+        at = sum(piece.stop <= choice.tokens for piece in pieces) if choice.pays else 0
+        if at < len(pieces):
+            self._tiered.relearn(*ids_and_sizes(pieces[at:]), levels[at])
+        return Position(pieces[at - 1].stop if at else 0, levels[:at], pieces[:at])
+
+    def _read(self, reading: _Reading, until: float | None) -> int:
+        """Read the records of a position; return how many leading ones were."""
+        position = reading.position
+        left = None if until is None else max(0.0, until - time.monotonic())
+        count, reading.exact = self._tiered.read(
+            *ids_and_sizes(position.pieces), reading.take, levels=position.levels,
+            deadline=left, sources=reading.sources,
+            cancelled=None if reading.sink is None else lambda: not reading.wanted,
+        )  # fmt: skip
+        return count
+
+    # --- common ----------------------------------------------------------------------------------
+
+    def remove(self, prompt: PromptIds) -> Removed:
+        """Delete all records with a token from the prompt's ``start`` on."""
+        self._tiered.check_open()
+        with closed_is_illegal():
+            return self._followers.delete(prompt.private().every(prompt.start), self._tiered.remove)
 
     def _write(
         self,
-        tiered: TieredStore,
         prompt: PromptIds,
         tokens: int,
         pieces: list[PositionPiece],
-        fill: Callable[[int, memoryview], None],
+        held: dict[int, _Held],
+        state: Mapping[tuple[int, str], Tensor] = _NO_STATE,
         *,
         old: PromptIds | None,
         wait: bool,
@@ -445,21 +404,33 @@ class Transfers:
         ``old`` is deleted from its start on; ``exact`` counts tokens. Returns what was written, and
         the tiers that failed to delete.
         """
+
+        def fill(at: int, raw: memoryview) -> None:
+            _, group, start, stop, _ = pieces[at]
+            if group == STATE:
+                assert self._forms.states is not None
+                self._forms.states.write(state, raw)
+                return
+            form, first, tensors = held[group]
+            if start < first:
+                raise _Gap
+            form.write(tensors, start - first, stop - first, raw)
+
         failed: tuple[str, ...] = ()
-        with nullcontext() if old is None else self._replacing, closed_is_illegal():
+        with nullcontext() if old is None else self._replacing:
             if old is not None:  # what tenants share under public names stays
                 ids = old.private().every(old.start)
-                failed = self._followers.delete(ids, tiered.supersede).failed
+                with closed_is_illegal():
+                    failed = self._followers.delete(ids, self._tiered.supersede).failed
             self._note(prompt, tokens, pieces)
             if exact is not None:  # in records from here on, not in tokens
                 exact = next(
                     (at for at, piece in enumerate(pieces) if piece.stop > exact), len(pieces)
                 )
             try:
-                written = tiered.write(
-                    [piece.id for piece in pieces], [piece.raw_bytes for piece in pieces], fill,
-                    wait=_WAIT_S if wait else None, exact=exact,
-                )  # fmt: skip
+                written = self._tiered.write(
+                    *ids_and_sizes(pieces), fill, wait=_WAIT_S if wait else None, exact=exact
+                )
             except _Gap as gap:
                 gap.args = (failed,)
                 raise
@@ -480,11 +451,6 @@ class Transfers:
                 self._followers.note([prompt.end(piece.stop), piece.id])
 
 
-def _until(deadline: float | None) -> float | None:
-    """Return when a get ends, on `time.monotonic`."""
-    return None if deadline is None else time.monotonic() + seconds_of("deadline", deadline)
-
-
 def _sooner(until: float | None, choice: LoadChoice) -> float | None:
     """Return when a get ends that is of use for a while only."""
     if choice.patience_s is None:
@@ -493,71 +459,78 @@ def _sooner(until: float | None, choice: LoadChoice) -> float | None:
     return due if until is None else min(until, due)
 
 
-def _worth(tiered: TieredStore, position: Position, choice: LoadChoice) -> Position:
-    """Return the records to load; read a few of the others if that may teach what reads take."""
-    pieces, levels = position.pieces, position.levels
-    at = sum(piece.stop <= choice.tokens for piece in pieces) if choice.pays else 0
-    if at < len(pieces):
-        some = pieces[at:]
-        tiered.relearn(
-            [piece.id for piece in some], [piece.raw_bytes for piece in some], levels[at]
-        )
-    return Position(pieces[at - 1].stop if at else 0, levels[:at], pieces[:at])
-
-
-def _read(
-    tiered: TieredStore,
-    position: Position,
-    take: Callable[[int, memoryview], None],
-    until: float | None,
-    *,
-    sources: list[str],
-    cancelled: Callable[[], bool] | None = None,
-) -> ReadBlocks:
-    """Read the records of a position."""
-    left = None if until is None else max(0.0, until - time.monotonic())
-    with closed_is_illegal():
-        return tiered.read(
-            [piece.id for piece in position.pieces],
-            [piece.raw_bytes for piece in position.pieces],
-            take, levels=position.levels, deadline=left, cancelled=cancelled, sources=sources,
-        )  # fmt: skip
-
-
 class _Reading:
-    """The tensors that the records of one position are read into."""
+    """The tensors that the records of one position are read into.
 
-    def __init__(self, forms: RecordForms, start: int, position: Position) -> None:
+    Attributes:
+        sources: of each record that was read, the tier.
+        wanted: whether the sink wants more.
+        exact: how many leading records are exact, after all were read.
+    """
+
+    def __init__(
+        self,
+        forms: RecordForms,
+        start: int,
+        position: Position,
+        room: tuple[KV, Parts] | None,
+        sink: Sink | None,
+        *,
+        tuples: bool,
+    ) -> None:
+        self.position = position
+        self.sources: list[str] = []
+        self.wanted = True
+        self.exact = 0
         self._forms = forms
-        self._position = position
         self._start = start
-        tokens = position.tokens
-        firsts = {group: window.start_of(tokens) for group, window in enumerate(forms.windows)}
-        self._into: dict[int, tuple[KVForm, int, dict[int, tuple[Tensor, ...]]]] = {
-            group: (forms.windows[group], first, forms.windows[group].empty(tokens - first))
-            for group, first in firsts.items()
-        }
-        if forms.base is not None:
-            self._into[BASE] = forms.base, start, forms.base.empty(tokens - start)
-        self._state: dict[tuple[int, str], Tensor] = {}
+        self.sink = sink
+        self._pieces = position.pieces
+        tokens, base = position.tokens, forms.base
+        self._held: dict[int, _Held] = {}
+        self._kv: KV | None = None  # where blocks have all layers
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._state: State = {}
+        if not forms.whole:
+            for group, form in forms.kv.items():
+                first = start if group == BASE else form.start_of(tokens)
+                layers = form.empty(tokens - first)
+                self._layers |= layers
+                self._held[group] = _Held(form, first, form.tensors_of(layers))
+        elif base is not None and room is not None:
+            self._kv = room[0]
+            self._held[BASE] = _Held(base, start, room[1])
+        elif base is not None and sink is None:
+            self._kv = base.empty_block(tokens - start, tuples=tuples)
+            self._held[BASE] = _Held(base, start, base.tensors(self._kv, tokens - start))
 
     def take(self, at: int, raw: memoryview) -> None:
         """Copy a record."""
-        piece = self._position.pieces[at]
-        if piece.group == STATE:
+        _, group, start, stop, _ = self._pieces[at]
+        if group == STATE:
             assert self._forms.states is not None
             self._state = self._forms.states.read(raw)
             return
-        form, first, into = self._into[piece.group]
-        begin = max(piece.start, first)
-        form.read(raw, piece.stop - piece.start, begin - piece.start, into, begin - first)
+        if group in self._held:
+            form, first, tensors = self._held[group]
+            begin = max(start, first)
+            form.read(raw, stop - start, begin - start, tensors, begin - first)
+        if self.sink is not None and self._forms.base is not None:
+            begin = max(start, self._start)
+            kv = self._forms.base.view(raw, stop - start, begin - start)
+            self.wanted = self.sink(begin, stop, kv, self.sources[-1])
 
-    def snapshot(self, exact: int) -> Snapshot:
-        """Return the snapshot, after all records were read, ``exact`` leading ones as exact."""
-        tokens, pieces = self._position.tokens, self._position.pieces
-        layers = {key: kv for _, _, some in self._into.values() for key, kv in some.items()}
+    def kv(self, end: int) -> KV | None:
+        """Return the KV up to token ``end``, where blocks have all layers; None: a sink has it."""
+        if self._kv is None or self._forms.base is None:
+            return None
+        return self._forms.base.cut(self._kv, end - self._start)
+
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot, after all records were read."""
+        tokens, pieces = self.position.tokens, self.position.pieces
         # Behind the first that is not, no word is given; of a state, its last token is lost.
-        until = min(
-            (piece.start - (piece.group == STATE) for piece in pieces[exact:]), default=None
+        exact = min(
+            (piece.start - (piece.group == STATE) for piece in pieces[self.exact :]), default=None
         )
-        return Snapshot(tokens, self._start, dict(sorted(layers.items())), self._state, until)
+        return Snapshot(tokens, self._start, dict(sorted(self._layers.items())), self._state, exact)

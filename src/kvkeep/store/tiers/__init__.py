@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
-from kvkeep.store.tiers.conversations import Chain, Conversations
+from kvkeep.store.tiers.conversations import Chain, Conversations, ReturnNotes
 from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
@@ -68,6 +68,7 @@ __all__ = [
     "PassThrough",
     "ReadBlocks",
     "Removed",
+    "ReturnNotes",
     "TenantWeights",
     "Tier",
     "TierCounters",

@@ -1,10 +1,15 @@
-"""`Conversations`: which prompts go on which conversations, and which blocks wait for that."""
+"""`Conversations`: which prompts go on which conversations, and which blocks wait for that.
+
+A process that sees requests, and has no store, notes what happens; another one, with the store,
+replays the notes.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.returns import Returns
@@ -19,7 +24,14 @@ if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store.tiers.shared_memory import FrontOrder
 
-__all__ = ["Chain", "Conversation", "Conversations"]
+__all__ = [
+    "Chain",
+    "Conversation",
+    "Conversations",
+    "PauseNote",
+    "ReturnNote",
+    "ReturnNotes",
+]
 
 _SLACK: Final = 5
 """Tokens at the end of a prompt that may differ in the conversation's next one.
@@ -31,6 +43,8 @@ _ROW: Final = 1024  # tokens of answers that are compared one by one; others, by
 _MOST_BYTES: Final = 32 << 20  # of these tokens, and of blocks of answers, of all conversations
 _BLOCK_BYTES: Final = 100
 _MOST: Final = 32_768
+_MOST_WAITS: Final = 65_536  # that a store follows by notes
+_MOST_BLOCKS: Final = 65_536  # named by the notes of one message
 _SAME_PLACE: Final = 16  # conversations whose prompts are the same, up to the slack
 
 Place = tuple[bytes, bytes]
@@ -76,19 +90,57 @@ class Chain(NamedTuple):
         return self._replace(blocks=self.blocks[: tokens // self.size], tokens=tokens, row=row)
 
 
+@dataclass(slots=True)
+class PauseNote:
+    """A conversation that waits for its next request since ``ago`` seconds.
+
+    ``number`` is that of the wait, ``before`` that of its conversation's last one, which ended with
+    this request; 0: none is known. It waits at the blocks ``keys``.
+    """
+
+    number: int
+    before: int
+    ended: Ended
+    tokens: int
+    tenant: str | None
+    ago: float
+    keys: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ReturnNote:
+    """A wait that is over since ``ago`` seconds.
+
+    Its conversation ``came``, and left the blocks ``keys`` behind; or it is followed no longer.
+    """
+
+    number: int
+    came: bool
+    ago: float
+    keys: list[bytes] = field(default_factory=list)
+
+
+ReturnNotes = list[PauseNote | ReturnNote]
+"""What happened, in order."""
+
+
 class Conversation:
     """A conversation between two requests.
 
-    ``begin`` is the number of blocks before its place; ``blocks`` and ``row`` are what follows, the
-    latter only the first tokens. ``prompt`` and ``tokens`` are the lengths of its last prompt, and
-    of that with the answer.
+    ``number`` is that of its wait, from 1. ``begin`` is the number of blocks before its place;
+    ``blocks`` and ``row`` are what follows, the latter only the first tokens. ``prompt`` and
+    ``tokens`` are the lengths of its last prompt, and of that with the answer.
     """
 
     __slots__ = (
-        "begin", "blocks", "nbytes", "place", "prompt", "row", "size", "tenant", "tokens", "wait",
+        "begin", "blocks", "nbytes", "number", "place", "prompt", "row", "size", "tenant", "tokens",
+        "wait",
     )  # fmt: skip
 
-    def __init__(self, wait: Wait, chain: Chain, prompt: int, tenant: Hashable) -> None:
+    def __init__(
+        self, number: int, wait: Wait, chain: Chain, prompt: int, tenant: Hashable
+    ) -> None:
+        self.number = number
         row, self.size = chain.row, chain.size
         self.begin, tail = divmod(prompt if row is None else max(0, prompt - _SLACK), self.size)
         start = self.begin * self.size
@@ -154,6 +206,7 @@ class Conversations:
     Arguments:
         orders: of all levels of the store, fastest first, before any block is added to them.
         clock: returns seconds.
+        noting: whether to note what happens, for `take_notes`.
 
     Attributes:
         returns: the learner.
@@ -161,7 +214,11 @@ class Conversations:
     """
 
     def __init__(
-        self, orders: Sequence[FrontOrder] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        orders: Sequence[FrontOrder] = (),
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        noting: bool = False,
     ) -> None:
         self.returns = Returns()
         self._clock = clock
@@ -176,6 +233,9 @@ class Conversations:
         self._at: dict[Place, list[Conversation]] = {}
         self._lengths: dict[bytes, dict[int, int]] = {}  # by block: of places' tokens, counted
         self._bytes = 0
+        self._number = 0
+        self._notes: ReturnNotes | None = [] if noting else None  # their ``ago`` is a time as yet
+        self._replayed: dict[int, Wait] = {}  # by number, of notes from elsewhere
         self._shared: OrderedDict[Place, bool] = OrderedDict()
         """Where conversations without tokens waited, and whether several did."""
 
@@ -226,14 +286,22 @@ class Conversations:
             old = self._find(chain.beginning(prompt))
             if old is not None:
                 blocks = self._return(old, chain)
-            wait = self._began(old, ended, answer, tenant)
+            before = None if old is None else old.wait
+            wait = self.returns.began(ended, answer, self._clock(), before=before, tenant=tenant)
             if old is not None:
                 self._drop(old)
             first = ended.first
             if first is None and chain.row is not None and prompt < len(chain.row):
                 first = int(chain.row[prompt])
             wait.answer, wait.answer_kind = answer, (ended.stop, first)
-            self._add(Conversation(wait, chain, prompt, tenant))
+            self._number += 1
+            if self._notes is not None:
+                self._notes.append(PauseNote(
+                    self._number, 0 if old is None else old.number, ended, answer,
+                    None if tenant is None else str(tenant), self._clock(),
+                    [*chain.blocks, *beside],
+                ))  # fmt: skip
+            self._add(Conversation(self._number, wait, chain, prompt, tenant))
         self._changed(blocks)
         self._begin(wait, [*chain.blocks, *beside])
         return wait
@@ -267,30 +335,47 @@ class Conversations:
                 if one.tenant == tenant:
                     self._lose(one)
 
-    # --- of conversations that are followed elsewhere ------------------------------------------
+    # --- in two processes ------------------------------------------------------------------------
 
-    def began(
-        self,
-        blocks: Sequence[bytes],
-        ended: Ended,
-        tokens: int,
-        since: float,
-        *,
-        before: Wait | None = None,
-        tenant: Hashable = None,
-    ) -> Wait:
-        """Record a conversation that waits at ``blocks``; see `Returns.began`."""
-        wait = self.returns.began(ended, tokens, since, before=before, tenant=tenant)
-        self._begin(wait, blocks)
-        return wait
+    def take_notes(self) -> ReturnNotes:
+        """Return what happened since the last call, in order; of more than 65,536 blocks, a part.
 
-    def over(self, blocks: Sequence[bytes], wait: Wait, now: float, *, came: bool) -> None:
-        """Record that a wait is over, as its conversation ``came`` or is followed no longer.
-
-        It left ``blocks`` behind.
+        The next calls return the rest.
         """
-        (self.returns.returned if came else self.returns.lost)(wait, now)
-        self._changed(blocks)
+        with self._lock:
+            notes, blocks, count = self._notes or [], 0, 0
+            for note in notes:
+                blocks += len(note.keys)
+                if count and blocks > _MOST_BLOCKS:
+                    break
+                count += 1
+            self._notes = notes[count:]
+        now = self._clock()
+        return [replace(note, ago=max(0.0, now - note.ago)) for note in notes[:count]]
+
+    def replay(self, notes: ReturnNotes, space: bytes) -> None:
+        """Tell the tiers what another process noted; ``space`` is in front of the keys.
+
+        Calls must be in order, from one thread at a time. Memory: a reference to each of 65,536
+        waits at most. Cost: that of `ended`, where a tier orders by waits; else nothing.
+        """
+        if self.waits is None:
+            return
+        now, waits = self._clock(), self._replayed
+        for note in notes:
+            blocks = [space + key for key in note.keys]
+            if isinstance(note, PauseNote):
+                before = waits.pop(note.before, None)
+                wait = waits[note.number] = self.returns.began(
+                    note.ended, note.tokens, now - note.ago, before=before, tenant=note.tenant
+                )
+                self._begin(wait, blocks)
+                if len(waits) > _MOST_WAITS:
+                    del waits[next(iter(waits))]
+            elif note.number in waits:
+                wait = waits[note.number] if note.came else waits.pop(note.number)
+                (self.returns.returned if note.came else self.returns.lost)(wait, now - note.ago)
+                self._changed(blocks)
 
     # --- internals -------------------------------------------------------------------------------
 
@@ -325,11 +410,6 @@ class Conversations:
         unclear = len(waiting) > 1 if best.row is not None else self._shared.get(best.place)
         return None if unclear and most < best.prompt else best
 
-    def _began(self, old: Conversation | None, ended: Ended, answer: int, tenant: Hashable) -> Wait:
-        """Return a new wait, of the conversation ``old`` if there is one."""
-        before = None if old is None else old.wait
-        return self.returns.began(ended, answer, self._clock(), before=before, tenant=tenant)
-
     def _return(self, old: Conversation, chain: Chain) -> Sequence[bytes]:
         """Record the return of a conversation; return the blocks that it left behind."""
         wait = old.wait
@@ -339,7 +419,10 @@ class Conversations:
         common = old.common(chain)
         again = wait.answer if common == old.tokens else max(0, common - old.prompt)
         wait.tenant.answers.returned(wait.answer_kind, wait.answer, min(again, wait.answer))
-        return old.left(common)
+        blocks = old.left(common)
+        if self._notes is not None:
+            self._notes.append(ReturnNote(old.number, True, self._clock(), list(blocks)))
+        return blocks
 
     def _add(self, new: Conversation) -> None:
         self._followed[new] = None
@@ -361,6 +444,8 @@ class Conversations:
 
     def _lose(self, old: Conversation) -> None:
         """Follow a conversation no longer."""
+        if self._notes is not None and not old.wait.over:
+            self._notes.append(ReturnNote(old.number, False, self._clock()))
         self.returns.lost(old.wait, self._clock())
         self._drop(old)
 

@@ -241,11 +241,13 @@ class StoreRequest:
 
     def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
         """Queue writes of a run to tiers; return the blocks that no tier has or will write."""
-        below: set[bytes] = set()
+        exclusive, below = self._levels.planner.policy.exclusive, set[bytes]()
         for tier in self._levels.tiers:
+            if exclusive and tier.codec.exact:
+                continue  # what it has, too, was moved up: it is about to delete that
             here = tier.known(run)
             below |= here
-            if not self._levels.planner.policy.exclusive:
+            if not exclusive:
                 missing = [block for block in run if block not in here] if here else run
                 below |= self._write(tier, missing, dict(zip(run, admitted, strict=True)))
         return [block for block in run if block not in below]
