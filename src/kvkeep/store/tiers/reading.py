@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.backends.memory import Draft
     from kvkeep.store.tiers.moves import Moves
     from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.tier import Tier
@@ -368,7 +367,7 @@ class SharedRead:
         if unwanted:
             self._ended(self)
             return
-        draft: Draft | None = None
+        draft: Lease | None = None
 
         def place() -> memoryview:
             nonlocal draft
@@ -376,7 +375,7 @@ class SharedRead:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
                     draft = self._memory.reserve(self.block, self.raw_bytes)
             return (
-                draft.view
+                draft.record
                 if draft is not None
                 else self._buffers.take(HEADER_BYTES + self.raw_bytes)
             )
@@ -392,7 +391,7 @@ class SharedRead:
         tier: Tier,
         attempt: int,
         record: memoryview | None = None,
-        draft: Draft | None = None,
+        draft: Lease | None = None,
     ) -> None:
         """End an attempt, which has finished or was discarded from the queue."""
         with self._changed:
@@ -402,7 +401,7 @@ class SharedRead:
             self._ended(self)
 
     def _take(
-        self, tier: Tier, attempt: int, record: memoryview | None, draft: Draft | None
+        self, tier: Tier, attempt: int, record: memoryview | None, draft: Lease | None
     ) -> None:
         """Take the result of an attempt, under the lock; after a miss, try the next tier."""
         current = attempt == self._attempt and not self._done
@@ -419,9 +418,9 @@ class SharedRead:
         lease: Lease | None = None
         try:
             if draft is None:
-                lease = Lease(self._buffers, record, record)
-            else:
-                lease = self._memory.commit(draft, self.block)
+                lease = Lease(self._buffers, self.block, record, record)
+            elif self._memory.commit_all([draft]):
+                lease = draft
         except BackendFailed:
             return  # the memory was closed meanwhile
         if lease is None:
