@@ -664,7 +664,7 @@ class Index:
                 news += self._list_some(rows[start : start + _AT_ONCE], len(rows) - start)
         with self._lock:
             self._gone = None
-        new = np.concatenate(news)[-(self._ordered or len(rows) or 1) :]
+        new = by_use(np.concatenate(news))[-(self._ordered or len(rows) or 1) :]
         for start in range(0, len(new), _AT_ONCE):
             with self._lock:
                 for block in ids_of(new[start : start + _AT_ONCE]):
