@@ -17,7 +17,7 @@ from kvkeep import InvalidValue
 from kvkeep.core.errors import BackendFailed, IllegalStep, OutOfRoom
 from kvkeep.store.backends import ALIGNMENT, TierURL
 from kvkeep.store.backends.buffers import aligned
-from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
+from kvkeep.store.backends.memory import Lease, MemoryBackend
 from kvkeep.testing.backend_hooks import block_id, content, version
 from kvkeep.testing.backend_suite import BackendTests
 from kvkeep.testing.backend_threads import together
@@ -48,7 +48,7 @@ def backend() -> Iterator[MemoryBackend]:
 
 def store(backend: MemoryBackend, block: bytes, record: bytes) -> None:
     with backend.reserve(block, len(record)) as draft:
-        draft.view[:] = record
+        draft.record[:] = record
         draft.commit()
 
 
@@ -82,7 +82,7 @@ def test_touched_memory_is_resident(touch: str, waits: bool) -> None:
         url.finish()
         with backend.reserve(block_id(1), 128 << 20) as draft:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            np.frombuffer(draft.view, np.uint8)[::ALIGNMENT] = 1
+            np.frombuffer(draft.record, np.uint8)[::ALIGNMENT] = 1
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert (faults >= 32) == waits, f"{faults} faults; in huge pages it is 64"
 
@@ -93,11 +93,11 @@ def test_touched_memory_is_resident(touch: str, waits: bool) -> None:
 def test_a_draft_is_visible_after_its_commit(backend: MemoryBackend) -> None:
     store(backend, A, b"old")
     with backend.reserve(A, 5000) as draft:
-        assert draft.view.nbytes == 5000
-        draft.view[:] = b"n" * 5000
+        assert draft.record.nbytes == 5000
+        draft.record[:] = b"n" * 5000
         assert backend.sizes([A]) == [3]
         assert backend.used() == 3 * UNIT
-        assert draft.commit() is None
+        draft.commit()
         assert backend.sizes([A]) == [5000]
     assert backend.used() == 2 * UNIT
     assert len(backend) == 1
@@ -109,7 +109,7 @@ def test_an_exception_discards_the_draft(backend: MemoryBackend) -> None:
 
     def write() -> None:
         with draft:
-            draft.view[:] = b"n" * 5001  # one too many
+            draft.record[:] = b"n" * 5001  # one too many
 
     with pytest.raises(ValueError, match="different structures"):
         write()
@@ -122,19 +122,19 @@ def test_an_exception_discards_the_draft(backend: MemoryBackend) -> None:
 def test_a_draft_ends_once(backend: MemoryBackend) -> None:
     draft = backend.reserve(A, 1)
     draft.commit()
-    draft.discard()
+    draft.release()
     with pytest.raises(IllegalStep):
         draft.commit()
     assert backend.contains(A)
     other = backend.reserve(B, 1)
-    other.discard()
-    other.discard()
+    other.release()
+    other.release()
     assert not backend.contains(B)
 
 
 def test_two_drafts_of_one_block(backend: MemoryBackend) -> None:
     first, second = backend.reserve(A, 3), backend.reserve(A, 3)
-    first.view[:], second.view[:] = b"one", b"two"
+    first.record[:], second.record[:] = b"one", b"two"
     second.commit()
     first.commit()
     lease = backend.lease(A)
@@ -143,11 +143,10 @@ def test_two_drafts_of_one_block(backend: MemoryBackend) -> None:
         assert lease.view == b"one"
 
 
-def test_commit_returns_a_lease(backend: MemoryBackend) -> None:
-    with backend.reserve(A, 3) as draft:
-        draft.view[:] = b"new"
-        lease = draft.commit(lease=True)
-    assert lease is not None
+def test_a_draft_is_a_lease_after_its_commit(backend: MemoryBackend) -> None:
+    lease = backend.reserve(A, 3)
+    lease.record[:] = b"new"
+    lease.commit()
     assert backend.leased == UNIT
     backend.delete([A])
     assert lease.view == b"new"
@@ -186,7 +185,7 @@ def test_out_of_room_says_what_to_free(backend: MemoryBackend) -> None:
     assert backend.arena.largest == 2 * UNIT
     assert needed(backend, 3 * UNIT) == 3 * UNIT  # enough is free, in pieces
     backend.delete(blocks[1:2])
-    backend.reserve(D, 3 * UNIT).discard()
+    backend.reserve(D, 3 * UNIT).release()
 
 
 def test_freeing_the_needed_bytes_makes_room() -> None:
@@ -206,7 +205,7 @@ def test_freeing_the_needed_bytes_makes_room() -> None:
                         missing -= backend.delete([one.block])
                     continue
                 break
-            draft.commit()
+            backend.commit_all([draft], release=True)
             assert backend.used() <= 64 * UNIT
         backend.check()
 
@@ -272,7 +271,7 @@ def test_leased_memory_is_not_reused(backend: MemoryBackend) -> None:
     with lease:
         backend.delete([A])
         assert needed(backend, 4 * UNIT) == UNIT
-    backend.reserve(B, 8 * UNIT).discard()
+    backend.reserve(B, 8 * UNIT).release()
 
 
 def test_a_closed_backend_does_nothing() -> None:
@@ -281,7 +280,7 @@ def test_a_closed_backend_does_nothing() -> None:
     draft = backend.reserve(B, 1)
     backend.close()
     backend.close()
-    draft.view[:] = b"b"  # its thread does not know yet
+    draft.record[:] = b"b"  # its thread does not know yet
     with pytest.raises(BackendFailed, match="closed"):
         draft.commit()
     with pytest.raises(BackendFailed, match="closed"):
@@ -332,12 +331,10 @@ def test_eight_threads_with_drafts_and_leases() -> None:
                 record = content(block, number, sizes[number % len(sizes)])
                 try:
                     with backend.reserve(block, len(record)) as draft:
-                        draft.view[:] = record
+                        draft.record[:] = record
                         if chance.random() < 0.8:
-                            lease = draft.commit(lease=chance.random() < 0.5)
-                            if lease is not None:
-                                with lease:
-                                    assert look(lease, block) == number
+                            draft.commit()
+                            assert look(draft, block) == number
                             stored[who] += 1
                 except OutOfRoom:
                     refused[who] += 1
@@ -390,7 +387,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.backend = MemoryBackend(24 * UNIT)
         self.model: dict[bytes, bytes] = {}
-        self.drafts: list[tuple[Draft, bytes, bytes]] = []
+        self.drafts: list[tuple[Lease, bytes, bytes]] = []
         self.leases: list[tuple[Lease, bytes]] = []
         self.number = 0
 
@@ -409,23 +406,22 @@ class MemoryMachine(RuleBasedStateMachine):
             expected = taken - free if free < taken else taken
             assert error.needed == expected  # noqa: PT017 - mostly there is room
             return
-        draft.view[:] = record
+        draft.record[:] = record
         self.drafts.append((draft, block, record))
 
     @precondition(lambda self: self.drafts)
     @rule(data=st.data(), lease=st.booleans())
     def commit(self, data: st.DataObject, lease: bool) -> None:
         draft, block, record = self.taken(data, self.drafts)
-        held = draft.commit(lease=lease)
+        self.backend.commit_all([draft], release=not lease)
         self.model[block] = record
-        assert (held is not None) == lease
-        if held is not None:
-            self.leases.append((held, record))
+        if lease:
+            self.leases.append((draft, record))
 
     @precondition(lambda self: self.drafts)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
-        self.taken(data, self.drafts)[0].discard()
+        self.taken(data, self.drafts)[0].release()
 
     @rule(block=st.sampled_from([A, B, C, D]))
     def lease(self, block: bytes) -> None:
@@ -462,7 +458,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for lease, record in self.leases:
             assert lease.view == record
         for draft, _, record in self.drafts:
-            assert draft.view == record
+            assert draft.record == record
         assert len(self.backend) == len(self.model)
 
     def taken(self, data: st.DataObject, things: list[Any]) -> Any:
@@ -470,7 +466,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for draft, _, _ in self.drafts:
-            draft.discard()
+            draft.release()
         for lease, _ in self.leases:
             lease.release()
         self.backend.delete([A, B, C, D])

@@ -33,7 +33,7 @@ from kvkeep.testing.backend_suite import BackendTests
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvkeep.store.backends.memory import Draft, Lease
+    from kvkeep.store.backends.memory import Lease
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm:// needs Linux")
 UNIT = ALIGNMENT
@@ -64,7 +64,7 @@ def file_of(tmp_path: Path) -> Path:
 
 def store(backend: ShmBackend, block: bytes, record: bytes) -> None:
     with backend.reserve(block, len(record)) as draft:
-        draft.view[:] = record
+        draft.record[:] = record
         draft.commit()
 
 
@@ -260,22 +260,20 @@ def test_a_scribbled_index_serves_no_wrong_byte(tmp_path: Path, seed: int, attac
 
 
 def test_drafts_and_leases_end_once(backend: ShmBackend) -> None:
-    draft = backend.reserve(A, 5000)
+    lease = backend.reserve(A, 5000)
     assert not backend.contains(A)
     assert backend.used() == 2 * UNIT
-    lease = draft.commit(lease=True)
-    assert lease is not None
+    lease.commit()
     with pytest.raises(IllegalStep):
-        draft.commit()
-    draft.discard()
+        lease.commit()
     assert backend.delete([A]) == 5000
     assert backend.used() == 2 * UNIT, "the lease keeps it"
     lease.release()
     lease.release()
     assert backend.used() == 0
     other = backend.reserve(B, 1)
-    other.discard()
-    other.discard()
+    other.release()
+    other.release()
     assert backend.used() == 0
 
 
@@ -460,7 +458,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.open = [self.opened(), self.opened()]
         self.there: dict[bytes, bytes] = {}
         self.leases: list[tuple[int, Lease, bytes]] = []
-        self.drafts: list[tuple[int, Draft]] = []
+        self.drafts: list[tuple[int, Lease]] = []
         self.counter = 0
 
     def opened(self) -> ShmBackend:
@@ -490,12 +488,11 @@ class ArenaMachine(RuleBasedStateMachine):
         _, draft = self.drafts.pop(0)
         if commit:
             self.counter += 1
-            record = content(draft.block, self.counter, len(draft.view))
-            draft.view[:] = record
+            record = content(draft.block, self.counter, len(draft.record))
+            draft.record[:] = record
             draft.commit()
             self.there[draft.block] = record
-        else:
-            draft.discard()
+        draft.release()
 
     @rule(who=who, block=blocks)
     def lease(self, who: int, block: bytes) -> None:
@@ -552,7 +549,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for _, lease, _ in self.leases:
             lease.release()
         for _, draft in self.drafts:
-            draft.discard()
+            draft.release()
         for one in self.open:
             one.close()
         for path in self.directory.iterdir():

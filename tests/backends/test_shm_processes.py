@@ -162,7 +162,7 @@ def change(directory: str, number: int, out: int) -> None:
         backend.put(A, memoryview(record(A, 2)))  # replaces
         draft = backend.reserve(D, 3 * STEP)
         backend.delete([B])
-        draft.discard()
+        draft.release()
         backend.delete([C])  # which is leased
         backend.put(D, memoryview(record(D, 5)))
         lease.release()
@@ -180,9 +180,9 @@ def change_runs(directory: str, number: int, out: int) -> None:
         drafts = backend.reserve_all([A, B, C, D], [*map(len, made), CAPACITY])
         assert len(drafts) == 3
         for draft, data in zip(drafts, made, strict=True):
-            draft.view[:] = data
-        leases = backend.commit_all(drafts)
-        leases += backend.lease_all([E, F, A, G])
+            draft.record[:] = data
+        backend.commit_all(drafts)
+        leases = drafts + backend.lease_all([E, F, A, G])
         assert len(leases) == 6
         backend.delete([E, F, B])  # which are leased
         backend.release_all(leases)
@@ -270,7 +270,7 @@ def test_the_dead_keep_no_runs(backend: ShmBackend, tmp_path: Path) -> None:
         leases, drafts = mine.lease_all(leased), mine.reserve_all(drafted, [5000] * 64)
         os.write(out, f"{len(leases)} {len(drafts)}\n".encode())
         time.sleep(60)
-        mine.release_all([*leases, *mine.commit_all(drafts)])
+        mine.release_all([*leases, *drafts])
 
     pid, reading = forked(other)
     assert os.read(reading, 6) == b"64 64\n"

@@ -213,7 +213,7 @@ def arena(folder: Path) -> None:
     ):
         for block, record in records.items():
             with backend.reserve(block, len(record)) as draft:
-                draft.view[:] = record
+                draft.record[:] = record
                 draft.commit()
         backend.close()
         content = Path(backend.path).read_bytes()

@@ -63,6 +63,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.known: dict[bytes, Known] = {}
         self.quotas: dict[bytes, int] = {}
+        self.reserved: list[tuple[bytes, int]] = []
         self.away: dict[bytes, int] = {}  # holds of blocks that were forgotten
         self.order = 0
 
@@ -100,6 +101,9 @@ class Machine(RuleBasedStateMachine):
     @rule(block=st.sampled_from(BLOCKS), size=st.integers(1, 9))
     def add(self, block: bytes, size: int) -> None:
         self.index.add(block, size)
+        self.added(block, size)
+
+    def added(self, block: bytes, size: int) -> None:
         one = self.known.get(block) or Known(0, 0, 0.0)
         one.size, one.order, one.used = size, self.next(), self.clock.now
         one.held += self.away.pop(block, 0)
@@ -227,6 +231,24 @@ class Machine(RuleBasedStateMachine):
         self.index.set_quota(space, limit)
         self.quotas[space] = limit
 
+    @rule(space=st.sampled_from(SPACES), more=st.integers(1, 9))
+    def reserve(self, space: bytes, more: int) -> None:
+        over = self.index.over_quota(space, more)
+        assert self.index.reserve(space, more) == over
+        if not over:
+            self.reserved.append((space, more))
+
+    @precondition(lambda self: self.reserved)
+    @rule(added=st.booleans())
+    def end_reservation(self, added: bool) -> None:
+        space, more = self.reserved.pop()
+        if not added:
+            self.index.unreserve(space, more)
+            return
+        block = next(block for block in BLOCKS if block.startswith(space))
+        self.index.add_reserved([block], [more])
+        self.added(block, more)
+
     # --- what always holds -------------------------------------------------------------------
 
     @invariant()
@@ -252,7 +274,8 @@ class Machine(RuleBasedStateMachine):
             assert index.spaces().get(space, 0) == held
             limit = self.quotas.get(space)
             over = index.over_quota(space, 7)
-            expected = 0 if limit is None else -1 if limit < 7 else max(0, held + 7 - limit)
+            more = 7 + sum(size for where, size in self.reserved if where == space)
+            expected = 0 if limit is None else -1 if limit < more else max(0, held + more - limit)
             assert over == expected
 
     @invariant()

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.urls import TierURL
 
-__all__ = ["Draft", "InPlaceBackend", "Lease", "MemoryBackend"]
+__all__ = ["InPlaceBackend", "Lease", "MemoryBackend"]
 
 
-class _Releases(Protocol):
+class _Owner(Protocol):
+    def commit_all(self, drafts: Sequence[Lease]) -> None: ...
     def release_all(self, leases: Sequence[Lease]) -> None: ...
 
 
@@ -32,22 +33,41 @@ class Lease:
     Until then its bytes do not change, even if the block is deleted or replaced. After `release`
     other records reuse the memory: do not read ``view``, or an array made of it, any more.
 
+    A *draft* is a lease of a record that is not visible yet: fill ``record``, then `commit`. Its
+    release without a commit frees the memory. One thread at a time.
+
     Attributes:
-        record: the record, aligned; writable for an owner that changes only bytes no reader uses.
+        block: where the record is, or will be visible.
+        record: the record, aligned, exactly as long as it is; writable while it is a draft, and for
+            an owner that changes only bytes no reader uses.
         hold: by what the owner knows the record; None after `release`.
+        pending: whether it is a draft.
     """
 
-    __slots__ = ("_owner", "hold", "record")
+    __slots__ = ("_owner", "block", "hold", "pending", "record")
 
-    def __init__(self, owner: _Releases, hold: Any, record: memoryview) -> None:
+    def __init__(
+        self, owner: _Owner, block: bytes, record: memoryview, hold: Any, *, pending: bool = False
+    ) -> None:
         self._owner = owner
-        self.hold = hold
+        self.block = block
         self.record = record
+        self.hold = hold
+        self.pending = pending
 
     @property
     def view(self) -> memoryview:
         """The record, read-only."""
         return self.record.toreadonly()
+
+    def commit(self) -> None:
+        """Make the record of a draft visible, replacing an older one of its block.
+
+        Raises:
+            IllegalStep: it was committed or released before.
+            BackendFailed: the backend was closed; the draft is released.
+        """
+        self._owner.commit_all([self])
 
     def release(self) -> None:
         """End the access. A second call does nothing."""
@@ -60,59 +80,14 @@ class Lease:
         self.release()
 
 
-class Draft:
-    """Memory for a record that is invisible until `commit`; a context manager.
-
-    Fill ``view`` (writable, aligned, exactly as long as the record), then `commit`. Leaving the
-    context without a commit discards the draft. One thread at a time.
-
-    Attributes:
-        block: where the record will be found.
-        hold: by what the backend knows the record.
-        pending: whether it was neither committed nor discarded yet.
-    """
-
-    __slots__ = ("_backend", "block", "hold", "pending", "view")
-
-    def __init__(self, backend: InPlaceBackend, block: bytes, hold: Any, view: memoryview) -> None:
-        self._backend = backend
-        self.block = block
-        self.hold = hold
-        self.pending = True
-        self.view = view
-
-    def commit(self, *, lease: bool = False) -> Lease | None:
-        """Make the record visible, replacing an older one of its block.
-
-        With ``lease``, return a `Lease` on it that begins at the same instant.
-
-        Raises:
-            IllegalStep: it was committed or discarded before.
-            BackendFailed: the backend was closed; the draft is discarded.
-        """
-        leases = self._backend.commit_all([self], lease=lease)
-        return leases[0] if lease else None
-
-    def discard(self) -> None:
-        """Free the memory. Does nothing after `commit` or `discard`."""
-        if self.pending:
-            self._backend.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.discard()
-
-
 class InPlaceBackend(Backend):
     """A backend whose records are memory of this process: written and read in place.
 
     Calls take several records at once, for less than the sum of the costs.
     """
 
-    def reserve(self, block: bytes, size: int) -> Draft:
-        """Return memory for a record of ``size`` bytes, visible under ``block`` once committed.
+    def reserve(self, block: bytes, size: int) -> Lease:
+        """Return a draft of a record of ``size`` bytes, visible under ``block`` once committed.
 
         It counts as used at once. An older record of ``block`` stays until the commit.
 
@@ -125,7 +100,7 @@ class InPlaceBackend(Backend):
         return self.reserve_all([block], [size])[0]
 
     @abstractmethod
-    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Lease]:
         """`reserve` leading ``blocks``, up to the first without room; at least one.
 
         Raises:
@@ -133,17 +108,13 @@ class InPlaceBackend(Backend):
         """
 
     @abstractmethod
-    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
-        """Commit ``drafts`` in order; return a lease on each, or none.
+    def commit_all(self, drafts: Sequence[Lease], *, release: bool = False) -> None:
+        """Commit ``drafts`` in order; they are leases of visible records then, or released.
 
         Raises:
-            IllegalStep: one was committed or discarded before; nothing changed.
-            BackendFailed: it was closed, say; all drafts have ended, the first may be committed.
+            IllegalStep: one was committed or released before; nothing changed.
+            BackendFailed: it was closed, say; all are released, the first may be committed.
         """
-
-    @abstractmethod
-    def discard(self, draft: Draft) -> None:
-        """Free the memory of a draft that is pending."""
 
     def lease(self, block: bytes) -> Lease | None:
         """Return access to the record of ``block`` in place; None if it is missing.
@@ -173,8 +144,8 @@ class InPlaceBackend(Backend):
             OutOfRoom: see `reserve`; nothing changed.
         """
         with self.reserve(block, record.nbytes) as draft:
-            _copy(record, draft.view)
-            draft.commit()
+            _copy(record, draft.record)
+            self.commit_all([draft], release=True)
 
     def get(self, block: bytes, room: Room) -> memoryview | None:
         """Copy the record into ``room(size)``; see `Backend.get`."""
@@ -188,9 +159,10 @@ class InPlaceBackend(Backend):
 
 
 class _Record:
-    """A draft, or a record: where it is, when it was used, how many leases it has.
+    """A record: where it is, when it was used, how many leases it has.
 
-    A leased record whose block is deleted or replaced stays, unnamed, until its release.
+    A draft is unnamed, and so is a leased record whose block was deleted or replaced: it stays
+    until its release.
     """
 
     __slots__ = ("leases", "named", "offset", "size", "used")
@@ -229,7 +201,6 @@ class MemoryBackend(InPlaceBackend):
         self._lock = threading.Lock()
         self._closed = False
         self._records: dict[bytes, _Record] = {}
-        self._drafted = 0
         self._leased = 0
 
     @classmethod
@@ -255,8 +226,8 @@ class MemoryBackend(InPlaceBackend):
 
     # -- access in place --------------------------------------------------------------------------
 
-    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
-        drafts: list[Draft] = []
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Lease]:
+        drafts: list[Lease] = []
         arena = self.arena
         with self._lock:
             self._check_open()
@@ -264,38 +235,31 @@ class MemoryBackend(InPlaceBackend):
                 offset = arena.allocate(size)
                 if offset is None:
                     break
-                self._drafted += arena.extent(size)
-                drafts.append(Draft(self, block, _Record(offset, size), arena.view(offset, size)))
+                drafts.append(self._lease(block, _Record(offset, size), pending=True))
             if not drafts:
                 taken, free = arena.extent(sizes[0]), arena.free_bytes
                 possible = free < taken <= self.capacity
                 raise OutOfRoom(taken - free if possible else taken, self.describe())
         return drafts
 
-    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
+    def commit_all(self, drafts: Sequence[Lease], *, release: bool = False) -> None:
         with self._lock:
             for draft in drafts:
-                if not draft.pending:
-                    raise IllegalStep("this draft was committed or discarded before")
+                if not draft.pending or draft.hold is None:
+                    raise IllegalStep("this draft was committed or released before")
             if self._closed:
-                for draft in drafts:
-                    self._end_draft(draft)
-                    self._free(draft.hold)
+                self._release(drafts)
                 self._check_open()
             now = time.time()
             for draft in drafts:
-                record = self._end_draft(draft)
+                record, draft.pending = draft.hold, False
                 record.used, record.named = now, True
                 older = self._records.get(draft.block)
                 self._records[draft.block] = record  # `contains` must not miss it at any instant
                 if older is not None:
                     self._unname(older)
-            return [self._lease(draft.hold, draft.view) for draft in drafts if lease]
-
-    def discard(self, draft: Draft) -> None:
-        with self._lock:
-            if draft.pending:
-                self._free(self._end_draft(draft))
+            if release:
+                self._release(drafts)
 
     def lease_all(self, blocks: Sequence[bytes]) -> list[Lease]:
         leases: list[Lease] = []
@@ -305,19 +269,12 @@ class MemoryBackend(InPlaceBackend):
                 record = self._records.get(block)
                 if record is None:
                     break
-                leases.append(self._lease(record, self.arena.view(record.offset, record.size)))
+                leases.append(self._lease(block, record))
         return leases
 
     def release_all(self, leases: Sequence[Lease]) -> None:
         with self._lock:
-            for lease in leases:
-                record, lease.hold = lease.hold, None
-                if record is not None:
-                    record.leases -= 1
-                    if not record.leases:
-                        self._leased -= self.arena.extent(record.size)
-                        if not record.named:
-                            self._free(record)
+            self._release(leases)
 
     def contains(self, block: bytes) -> bool:
         """Whether ``block`` has a record."""
@@ -368,7 +325,7 @@ class MemoryBackend(InPlaceBackend):
 
     @property
     def leased(self) -> int:
-        """Bytes of leased records, deleted ones included."""
+        """Bytes of leased records, with drafts and deleted ones."""
         return self._leased
 
     def close(self) -> None:
@@ -389,7 +346,7 @@ class MemoryBackend(InPlaceBackend):
         return len(self._records)
 
     def check(self) -> None:
-        """Assert that records, drafts, leases and the arena agree."""
+        """Assert that records, leases and the arena agree."""
         with self._lock:
             self.arena.check()
             records, extent = [*self._records.values()], self.arena.extent
@@ -397,7 +354,7 @@ class MemoryBackend(InPlaceBackend):
             leased = sum(extent(record.size) for record in records if record.leases)
             assert leased <= self._leased
             held = sum(extent(record.size) for record in records) + self._leased - leased
-            assert self.used() == held + self._drafted, "room is lost, or given out twice"
+            assert self.used() == held, "room is lost, or given out twice"
             assert len({record.offset for record in records}) == len(records), "two in one place"
 
     # -- under the lock ---------------------------------------------------------------------------
@@ -406,17 +363,22 @@ class MemoryBackend(InPlaceBackend):
         if self._closed:
             raise BackendFailed(f"{self.describe()} is closed")
 
-    def _end_draft(self, draft: Draft) -> _Record:
-        draft.pending = False
-        record: _Record = draft.hold
-        self._drafted -= self.arena.extent(record.size)
-        return record
-
-    def _lease(self, record: _Record, view: memoryview) -> Lease:
+    def _lease(self, block: bytes, record: _Record, *, pending: bool = False) -> Lease:
         if not record.leases:
             self._leased += self.arena.extent(record.size)
         record.leases += 1
-        return Lease(self, record, view)
+        place = self.arena.view(record.offset, record.size)
+        return Lease(self, block, place, record, pending=pending)
+
+    def _release(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            record, lease.hold = lease.hold, None
+            if record is not None:
+                record.leases -= 1
+                if not record.leases:
+                    self._leased -= self.arena.extent(record.size)
+                    if not record.named:
+                        self._free(record)
 
     def _drop(self, block: bytes) -> int:
         """Remove ``block``; return the bytes of its record."""

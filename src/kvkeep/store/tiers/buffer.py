@@ -106,6 +106,9 @@ class SpareBuffers:
             np.frombuffer(buffer, np.uint8)[::ALIGNMENT] = 0  # releases the GIL
             self.give_back(buffer)
 
+    def commit_all(self, drafts: Sequence[Lease]) -> None:
+        """Do nothing: none of its leases is a draft."""
+
     def release_all(self, leases: Sequence[Lease]) -> None:
         """Take back the buffers of ``leases``, which `take` returned."""
         for lease in leases:

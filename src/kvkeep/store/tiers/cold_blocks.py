@@ -55,10 +55,11 @@ def rows_of(blocks: Iterable[tuple[bytes, int, float]], round_: int, rows: bytea
         rows += _ROW.pack(block, size, used, hash(block) & 0xFFFFFFFF, round_)
 
 
-def by_use(rows: bytearray) -> Rows:
-    """Return rows in the order of their last use."""
-    columns = np.frombuffer(rows, _COLUMNS)
-    return columns[np.argsort(columns["used"], kind="stable")]
+def by_use(rows: Rows | bytearray) -> Rows:
+    """Return rows, or those of these bytes, in the order of their last use."""
+    if isinstance(rows, bytearray):
+        rows = np.frombuffer(rows, _COLUMNS)
+    return rows[np.argsort(rows["used"], kind="stable")]
 
 
 def ids_of(rows: Rows) -> list[bytes]:

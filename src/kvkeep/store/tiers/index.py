@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from itertools import islice, repeat
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,7 +29,6 @@ _AT_ONCE: Final = 1024  # blocks of a listing that are added under one hold of t
 _MOST_EXPIRED: Final = 1000  # blocks that are forgotten at once
 _ROUNDS: Final = 255
 _COOLED: Final = 32  # blocks that become cold at once
-_MANY: Final = 1024  # ends of pins, beyond which stale ones are dropped
 
 
 class Index:
@@ -89,8 +88,8 @@ class Index:
         self._coming: dict[bytes, int] = {}  # bytes reserved by namespace
         self._uses = 0  # so far: the order of uses at equal times
         self._pinned_bytes = 0
-        self._pin_ends: list[tuple[float, bytes]] = []  # a heap; some are stale
-        self._many = _MANY
+        self._pinned: dict[bytes, IndexedBlock] = {}
+        self._unpin_at = inf  # no pin ends before
         self._ahead: dict[bytes, int] = {}  # holds of blocks that are not added yet
         self._filling = threading.Lock()  # one listing at a time; taken before the other lock
         self._round = 1  # the number of the last listing
@@ -604,7 +603,7 @@ class Index:
             self._ahead[entry.block] = self._ahead.get(entry.block, 0) + entry.held
         if self._gone is not None:
             self._gone.add(entry.block)
-        if entry.pinned:
+        if self._pinned.pop(entry.block, None):
             self._pinned_bytes -= entry.size
         self._count(entry.lane, entry.block, -entry.size, -self._takes(entry.size))
 
@@ -633,35 +632,30 @@ class Index:
 
     def _pin(self, entry: IndexedBlock, until: float) -> None:
         entry.pinned = until
-        heapq.heappush(self._pin_ends, (until, entry.block))
-        if len(self._pin_ends) > self._many:
-            names = {block for _, block in self._pin_ends}
-            entries = (self._blocks.get(block) for block in names)
-            self._pin_ends = [(one.pinned, one.block) for one in entries if one and one.pinned]
-            heapq.heapify(self._pin_ends)
-            self._many = max(_MANY, 2 * len(self._pin_ends))
+        self._pinned[entry.block] = entry
+        self._unpin_at = min(self._unpin_at, until)
 
     def _unpin(self, entry: IndexedBlock) -> bool:
         """End the pin of an entry; return whether it had one."""
         if not entry.pinned:
             return False
         self._pinned_bytes -= entry.size
+        del self._pinned[entry.block]
         entry.pinned = 0.0
         self._enqueue(entry)
         return True
 
     def _unpin_ended(self) -> None:
-        """End the pins whose time is over."""
-        now = self._clock() if self._pin_ends else 0.0
-        while self._pin_ends and self._pin_ends[0][0] <= now:
-            entry = self._blocks.get(heapq.heappop(self._pin_ends)[1])
-            if entry is not None and entry.pinned <= now:
+        """End the pins whose time is over. Cost: a pass over all pins where one may end."""
+        if self._pinned and self._unpin_at <= (now := self._clock()):
+            for entry in [entry for entry in self._pinned.values() if entry.pinned <= now]:
                 self._unpin(entry)
+            self._unpin_at = min((entry.pinned for entry in self._pinned.values()), default=inf)
 
     def _pinned_of(self, blocks: Iterable[bytes]) -> list[IndexedBlock]:
         self._unpin_ended()
-        entries = (self._blocks.get(block) for block in blocks)
-        return [entry for entry in entries if entry is not None and entry.pinned]
+        entries = map(self._pinned.get, blocks)
+        return [entry for entry in entries if entry is not None]
 
     def _list(self, rows: Rows) -> None:
         """Take over a listing in the order of last uses; let the policy order the newest blocks."""
@@ -671,7 +665,7 @@ class Index:
                 news += self._list_some(rows[start : start + _AT_ONCE], len(rows) - start)
         with self._lock:
             self._gone = None
-        new = np.concatenate(news)[-(self._ordered or len(rows) or 1) :]
+        new = by_use(np.concatenate(news))[-(self._ordered or len(rows) or 1) :]
         for start in range(0, len(new), _AT_ONCE):
             with self._lock:
                 for block in ids_of(new[start : start + _AT_ONCE]):
@@ -767,7 +761,8 @@ class Index:
             assert spaces == self._spaces
             assert self.total_bytes == sum(size for size, _ in spaces.values())
             assert self._taken == sum(taken for _, taken in spaces.values())
-            assert self._pinned_bytes == sum(one.size for one in entries if one.pinned)
+            assert self._pinned == {one.block: one for one in entries if one.pinned}
+            assert self._pinned_bytes == sum(one.size for one in self._pinned.values())
             candidates = [one for one in entries if not one.held and not one.pinned]
             in_units = {space: taken for space, (_, taken) in spaces.items()}
             self._shares.recount(candidates, in_units)

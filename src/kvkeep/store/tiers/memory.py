@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvkeep.core.eviction import EvictionPolicy
-    from kvkeep.store.backends.memory import Draft, Lease, MemoryBackend
+    from kvkeep.store.backends.memory import Lease, MemoryBackend
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.tiers.loss_log import LossLog
     from kvkeep.store.tiers.tier_shares import TenantWeights
@@ -114,12 +114,12 @@ class HostMemory(ABC):
         """Return how many leading ``blocks`` are not here."""
         return next((at for at, block in enumerate(blocks) if block in self), len(blocks))
 
-    def reserve(self, block: bytes, raw_bytes: int) -> Draft | None:
+    def reserve(self, block: bytes, raw_bytes: int) -> Lease | None:
         """Return memory for a record, evicting others for it; None if not enough is evictable."""
         drafts = self.reserve_all([block], [raw_bytes])
         return drafts[0] if drafts else None
 
-    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Draft]:
+    def reserve_all(self, blocks: Sequence[bytes], raw_bytes: Sequence[int]) -> list[Lease]:
         """`reserve` leading ``blocks`` of one namespace; empty if there is no room for the first.
 
         They count to the quota of the namespace until they are committed or discarded, too. Where
@@ -150,7 +150,7 @@ class HostMemory(ABC):
                             break
         return []
 
-    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Lease]:
         """`reserve_all` without making room.
 
         Raises:
@@ -159,25 +159,19 @@ class HostMemory(ABC):
         """
         return self.backend.reserve_all(blocks, sizes)
 
-    def discard(self, draft: Draft) -> None:
-        """Give up a draft that was not committed."""
-        draft.discard()
+    def discard(self, draft: Lease) -> None:
+        """Release a draft that was not committed."""
+        draft.release()
 
     @abstractmethod
-    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
-        """Make the records of ``drafts`` findable, and return access to them.
+    def commit_all(self, drafts: Sequence[Lease]) -> bool:
+        """Make the records of ``drafts`` findable; they are leases of them then.
 
-        Empty if memory of the node failed; that is counted.
+        False if memory of the node failed; that is counted, and they are released.
 
         Raises:
             BackendFailed: the memory was closed.
         """
-
-    def commit(self, draft: Draft, block: bytes) -> Lease | None:
-        """`commit_all` of the draft of ``block``; None if memory of the node failed."""
-        assert draft.block == block
-        leases = self.commit_all([draft])
-        return leases[0] if leases else None
 
     @abstractmethod
     def leave(self, needed: int) -> list[bytes]:
@@ -271,7 +265,7 @@ class MemoryTier(HostMemory):
             return block in self._leaving  # else it is expired, or unknown
         return self.backend.contains(block)
 
-    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+    def _reserve(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Lease]:
         catalogue, space, rest = self.catalogue, blocks[0][:SPACE_BYTES], sum(sizes)
         over = catalogue.reserve(space, rest)
         if over:
@@ -284,15 +278,15 @@ class MemoryTier(HostMemory):
                 catalogue.unreserve(space, rest)
         return drafts
 
-    def discard(self, draft: Draft) -> None:
-        draft.discard()
-        self.catalogue.unreserve(draft.block[:SPACE_BYTES], len(draft.view))
+    def discard(self, draft: Lease) -> None:
+        draft.release()
+        self.catalogue.unreserve(draft.block[:SPACE_BYTES], len(draft.record))
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
-        blocks, sizes = [draft.block for draft in drafts], [len(draft.view) for draft in drafts]
+    def commit_all(self, drafts: Sequence[Lease]) -> bool:
+        blocks, sizes = [draft.block for draft in drafts], [len(draft.record) for draft in drafts]
         with self._lock:
             try:
-                leases = self.backend.commit_all(drafts)
+                self.backend.commit_all(drafts)
             except BackendFailed:
                 self.catalogue.unreserve(blocks[0][:SPACE_BYTES], sum(sizes))
                 raise
@@ -300,7 +294,7 @@ class MemoryTier(HostMemory):
             if self._leaving:
                 for block in blocks:
                     self._stay(block)
-        return leases
+        return True
 
     def leave(self, needed: int) -> list[bytes]:
         old: list[bytes] = []

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
-    from kvkeep.store.backends.memory import Draft
     from kvkeep.store.tiers.moves import Moves
     from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.tier import Tier
@@ -378,16 +377,15 @@ class SharedRead:
         if unwanted:
             self._ended(self)
             return
-        draft: Draft | None = None
+        draft: Lease | None = None
 
         def place() -> memoryview:
             nonlocal draft
             if self.stays:
                 with suppress(BackendFailed):  # the memory was closed meanwhile
-                    drafts = self._memory.reserve_all([self.block], [self.raw_bytes])
-                    draft = drafts[0] if drafts else None
+                    draft = self._memory.reserve(self.block, self.raw_bytes)
             if draft is not None:
-                return draft.view
+                return draft.record
             return self._buffers.take(HEADER_BYTES + self.raw_bytes)
 
         record: memoryview | None = None
@@ -401,7 +399,7 @@ class SharedRead:
         tier: Tier,
         attempt: int,
         record: memoryview | None = None,
-        draft: Draft | None = None,
+        draft: Lease | None = None,
     ) -> None:
         """End an attempt, which has finished or was discarded from the queue."""
         with self._changed:
@@ -411,7 +409,7 @@ class SharedRead:
                 self._keep(tier, record, draft)
             else:  # a late, or an unwanted one; or a miss
                 if draft is not None:
-                    draft.discard()
+                    self._memory.discard(draft)
                 if current and self._cancelled:
                     self._finish()
                 elif current:
@@ -421,21 +419,19 @@ class SharedRead:
         if over:
             self._ended(self)
 
-    def _keep(self, tier: Tier, record: memoryview, draft: Draft | None) -> None:
+    def _keep(self, tier: Tier, record: memoryview, draft: Lease | None) -> None:
         """Keep the record in memory, or for who joined, under the lock."""
-        if draft is None:
-            leases = [Lease(self._buffers, record, record)]
+        lease = Lease(self._buffers, self.block, record, record) if draft is None else draft
+        try:
+            if draft is not None and not self._memory.commit_all([draft]):
+                return  # memory of the node failed
+        except BackendFailed:
+            return  # the memory was closed meanwhile
+        self.source = tier
+        if self._joined:
+            self._lease = lease
         else:
-            try:
-                leases = self._memory.commit_all([draft])
-            except BackendFailed:
-                return  # the memory was closed meanwhile
-        for lease in leases:  # none if memory of the node failed
-            self.source = tier
-            if self._joined:
-                self._lease = lease
-            else:
-                lease.release()
+            lease.release()
 
 
 class ReadRequest:

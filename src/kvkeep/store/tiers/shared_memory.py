@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from kvkeep.store.backends.memory import Draft, Lease
+    from kvkeep.store.backends.memory import Lease
     from kvkeep.store.backends.shm import ShmBackend
     from kvkeep.store.backends.shm.rows import Hold
     from kvkeep.store.tiers.counters import TierCounters, TierStats
@@ -68,11 +68,12 @@ class SharedMemoryTier(HostMemory):
         records = self.catalogue.find_all(blocks)
         return next((at for at, there in enumerate(records) if there is not None), len(blocks))
 
-    def commit_all(self, drafts: Sequence[Draft]) -> list[Lease]:
+    def commit_all(self, drafts: Sequence[Lease]) -> bool:
         """Cost: one lock for all."""
         with self._faults:
-            return self.backend.commit_all(drafts)
-        return []
+            self.backend.commit_all(drafts)
+            return True
+        return False
 
     def leave(self, needed: int) -> list[bytes]:
         """No other process demotes these blocks meanwhile."""

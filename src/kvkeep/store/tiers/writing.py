@@ -223,8 +223,8 @@ class StoreRequest:
         filled = 0
         try:
             for draft in drafts:
-                mark(draft.view, EXACT if self._run_exact else BEHIND)
-            for raw in [draft.view[HEADER_BYTES:] for draft in drafts]:
+                mark(draft.record, EXACT if self._run_exact else BEHIND)
+            for raw in [draft.record[HEADER_BYTES:] for draft in drafts]:
                 self._fill(at + filled, raw)
                 filled += 1
         except BaseException as error:  # noqa: BLE001 - raised later, see below
@@ -233,11 +233,12 @@ class StoreRequest:
             for draft in drafts[filled:]:
                 memory.discard(draft)
         drafts = drafts[:filled]
-        memory.counters.count(written_bytes=sum(len(draft.view) for draft in drafts))
-        leases = memory.commit_all(drafts) if drafts else []
-        if not leases and self._error is not None:
-            raise self._error
-        return leases
+        memory.counters.count(written_bytes=sum(len(draft.record) for draft in drafts))
+        if not drafts or not memory.commit_all(drafts):
+            if self._error is not None:
+                raise self._error
+            return ()
+        return drafts
 
     def _copy_down(self, run: Sequence[bytes], admitted: Sequence[bool]) -> Sequence[bytes]:
         """Queue writes of a run to tiers; return the blocks that no tier has or will write."""

@@ -13,7 +13,7 @@ from kvkeep.core.errors import BackendFailed, IllegalStep, InvalidValue, OutOfRo
 from kvkeep.core.geometry.units import format_bytes, parse_bytes
 from kvkeep.core.keys import BLOCK_ID_BYTES, SPACE_BYTES
 from kvkeep.store.backends.base import ALIGNMENT, Listed, OverQuota
-from kvkeep.store.backends.memory import Draft, InPlaceBackend, Lease
+from kvkeep.store.backends.memory import InPlaceBackend, Lease
 from kvkeep.store.backends.shm import segment as at
 from kvkeep.store.backends.shm.lock import SLOTS
 from kvkeep.store.backends.shm.rows import AT_ONCE, ArenaRows, extent, from_unix, now, to_unix
@@ -140,7 +140,7 @@ class ShmBackend(InPlaceBackend):
 
     # -- access in place --------------------------------------------------------------------------
 
-    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Draft]:
+    def reserve_all(self, blocks: Sequence[bytes], sizes: Sequence[int]) -> list[Lease]:
         """64 at most, of one namespace, under one lock.
 
         A draft counts as free again if this process dies. There is no room either if the arena has
@@ -174,7 +174,7 @@ class ShmBackend(InPlaceBackend):
             rows.release(holds)
             raise
         return [
-            Draft(self, block, hold, rows.view(hold[0]))
+            Lease(self, block, rows.view(hold[0]), hold, pending=True)
             for block, hold in zip(blocks, holds, strict=False)
         ]
 
@@ -199,35 +199,34 @@ class ShmBackend(InPlaceBackend):
             end = holds.index(None)
             self.release_holds([hold for hold in holds[end:] if hold is not None])
             holds = holds[:end]
-        return [Lease(self, hold, self._rows.view(hold[0])) for hold in holds if hold is not None]
+        return [
+            Lease(self, block, self._rows.view(hold[0]), hold)
+            for block, hold in zip(blocks, holds, strict=False)
+            if hold is not None
+        ]
 
     def contains(self, block: bytes) -> bool:
         """Whether ``block`` has a record."""
         return self.find_all([block])[0] is not None
 
-    def commit_all(self, drafts: Sequence[Draft], *, lease: bool = True) -> list[Lease]:
+    def commit_all(self, drafts: Sequence[Lease], *, release: bool = False) -> None:
         """Cost: a lock for 64."""
-        if not all(draft.pending for draft in drafts):
-            raise IllegalStep("this draft was committed or discarded before")
+        if not all(draft.pending and draft.hold is not None for draft in drafts):
+            raise IllegalStep("this draft was committed or released before")
         rows = self._rows
-        for draft in drafts:
-            draft.pending = False
         try:
             self._check_open()
             for start in range(0, len(drafts), AT_ONCE):
                 with rows:
                     for draft in drafts[start : start + AT_ONCE]:
                         rows.name(draft.hold)
-                        if not lease:
+                        draft.pending = False
+                        if release:
                             rows.end_hold(draft.hold)
+                            draft.hold = None
         except BackendFailed:
-            rows.release([draft.hold for draft in drafts])
+            self.release_all(drafts)
             raise
-        return [Lease(self, draft.hold, draft.view) for draft in drafts if lease]
-
-    def discard(self, draft: Draft) -> None:
-        draft.pending = False
-        self._rows.release([draft.hold])
 
     def release_all(self, leases: Sequence[Lease]) -> None:
         """Cost: a lock for 64."""
