@@ -47,7 +47,7 @@ NOT_FOR_CALLERS = {
     "SequenceGroups.begin", "SequenceGroups.hold",
     "SequenceGroups.of", "SequenceGroups.published", "SequenceGroups.rewind",
     "PublicPrefixes.begins", "PublicPrefixes.length", "PublicPrefixes.place", "KVStore.close",
-    "KVStore.shared", "BlockStore.close",
+    "BlockStore.close", "BlockStore.replay",
 }  # fmt: skip
 """Methods that parts of the library call with checked values, and those that end or make stores."""
 ARGUMENTS: dict[str, Any] = {

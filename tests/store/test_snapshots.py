@@ -387,14 +387,14 @@ MISTAKES: dict[str, tuple[Callable[[Snapshot], Any], str]] = {
     "no tokens": (lambda s: replace(s, tokens=0), r"tokens 0 … 0; the prompt has 50"),
     "too long": (lambda s: replace(s, tokens=51), r"0 … 51; the prompt has 50"),
     "start": (lambda s: replace(s, start=2), "layer 0 of the snapshot has 12 tokens; .* are 10"),
-    "no layer": (lambda s: replace(s, layers={}), r"layer 0 of the snapshot is None; \(latent,\)"),
+    "no layer": (lambda s: replace(s, layers={}), "layer 0 of the snapshot is NoneType; it is one"),
     "more layers": (lambda s: replace(s, layers={**s.layers, 9: ()}), r"layers \[9\], which have"),
     "no pair": (
         lambda s: replace(s, layers={**s.layers, 1: s.layers[1][:1]}),
-        r"layer 1 of the snapshot is 1 tensors; \(k, v\)",
+        r"layer 1 of the snapshot is 1 parts; it is a pair \(k, v\)",
     ),
     "no tensor": (
-        lambda s: replace(s, layers={**s.layers, 1: (1, 2)}), "layer 1 of the snapshot holds int"
+        lambda s: replace(s, layers={**s.layers, 1: (1, 2)}), "layer 1 of the snapshot is 2 parts"
     ),
     "shape": (
         lambda s: replace(s, layers={**s.layers, 2: tuple(p[..., 1:] for p in s.layers[2])}),

@@ -28,7 +28,6 @@ __all__ = [
     "Lookup",
     "Put",
     "Store",
-    "StoreCounters",
     "StoreStats",
     "closed_is_illegal",
     "runs_of",
@@ -271,15 +270,15 @@ class StoreStats:
     again.
     """
 
-    gets: int
-    asked_tokens: int
-    hit_tokens: int
-    puts: int
-    put_tokens: int
-    skipped_tokens: int
-    dropped_tokens: int
-    unread_tokens: int
-    tiers: tuple[TierStats, ...]
+    gets: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    puts: int = 0
+    put_tokens: int = 0
+    skipped_tokens: int = 0
+    dropped_tokens: int = 0
+    unread_tokens: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -289,25 +288,3 @@ class StoreStats:
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         return asdict(self) | {"hit_rate": self.hit_rate}
-
-
-class StoreCounters:
-    """Running counts for `StoreStats`. Thread safety: all methods."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(
-            ("gets", "asked_tokens", "hit_tokens",
-             "puts", "put_tokens", "skipped_tokens", "dropped_tokens", "unread_tokens"), 0
-        )  # fmt: skip
-
-    def count(self, **more: int) -> None:
-        """Add to several counts at once."""
-        with self._lock:
-            for name, amount in more.items():
-                self._counts[name] += amount
-
-    def stats(self, tiers: tuple[TierStats, ...]) -> StoreStats:
-        """Return all counts at one moment, with these tiers."""
-        with self._lock:
-            return StoreStats(tiers=tiers, **self._counts)

@@ -184,16 +184,7 @@ class KVForm:
             )
         if len(kv) != len(self.layers):
             raise InvalidValue(f"kv has {len(kv)} layers; the model has {len(self.layers)}")
-        flat: Parts = []
-        for layer, wanted in self._parts.items():
-            parts = _tensors_of(kv[layer])
-            if len(parts) != len(wanted) or not all(isinstance(p, torch.Tensor) for p in parts):
-                want = "one tensor" if wanted[0].latent else "a pair (k, v) of tensors"
-                got = f"{len(parts)} parts" if parts else type(kv[layer]).__name__
-                raise InvalidValue(f"layer {layer} of kv is {got}; it is {want}")
-            for part, tensor in zip(wanted, parts, strict=True):
-                flat.append((part, self._checked(layer, part, tensor, tokens)))
-        return flat
+        return self.tensors_of(dict(enumerate(kv)), tokens)
 
     def room(self, out: KV, tokens: int) -> Parts:
         """Return the tensors of ``out`` to write to; raise `InvalidValue` as `tensors` does.
@@ -210,32 +201,30 @@ class KVForm:
                 )
         return parts
 
-    def tensors_of(self, layers: Mapping[int, tuple[Tensor, ...]]) -> Parts:
-        """Return the tensors of a snapshot's layers in the order of raw bytes.
+    def tensors_of(
+        self, layers: Mapping[int, Tensor | tuple[Tensor, ...]], tokens: int | None = None
+    ) -> Parts:
+        """Return the tensors of ``layers`` in the order of raw bytes, without a batch of 1.
 
         Raises:
-            InvalidValue: a layer is missing, has another shape, or another number of tokens.
+            InvalidValue: a layer is missing, has another shape, or not ``tokens`` tokens; without
+                ``tokens``, not as many as the first.
         """
         flat: Parts = []
         for layer, wanted in self._parts.items():
-            given = layers.get(layer)
-            if not isinstance(given, tuple | list) or len(given) != len(wanted):
-                what = "(latent,)" if wanted[0].latent else "(k, v)"
-                got = f"{len(given)} tensors" if isinstance(given, tuple | list) else repr(given)
-                raise InvalidValue(f"layer {layer} of the snapshot is {got}; {what} is needed")
-            for part, tensor in zip(wanted, given, strict=True):
-                tokens = tokens_of(flat) if flat else None
+            parts = _tensors_of(layers.get(layer))
+            if len(parts) != len(wanted) or not all(isinstance(p, torch.Tensor) for p in parts):
+                want = "one tensor" if wanted[0].latent else "a pair (k, v) of tensors"
+                got = f"{len(parts)} parts" if parts else type(layers.get(layer)).__name__
+                raise InvalidValue(f"layer {layer} of {self._noun} is {got}; it is {want}")
+            for part, tensor in zip(wanted, parts, strict=True):
+                if tokens is None:
+                    tokens = tensor.shape[part.axis] if tensor.dim() >= -part.axis else 0
                 flat.append((part, self._checked(layer, part, tensor, tokens)))
         return flat
 
-    def _checked(self, layer: int, part: _Part, given: object, tokens: int | None) -> Tensor:
+    def _checked(self, layer: int, part: _Part, given: Tensor, tokens: int) -> Tensor:
         """Return a tensor without the batch of 1; raise `InvalidValue` if it does not fit."""
-        if not isinstance(given, torch.Tensor):
-            raise InvalidValue(
-                f"layer {layer} of {self._noun} holds {type(given).__name__}; tensors are needed"
-            )
-        if tokens is None:
-            tokens = int(given.shape[part.axis]) if given.dim() >= -part.axis else 0
         shape = part.of(tokens)
         if tuple(given.shape) not in (shape, (1, *shape)):
             raise InvalidValue(
@@ -414,23 +403,17 @@ class StateForm:
                     f"{shape}, with or without a leading batch of 1"
                 )
 
-    @torch.inference_mode()
     def write(self, state: Mapping[tuple[int, str], Tensor], raw: memoryview) -> None:
         """Copy the tensors into a record's raw bytes."""
-        for key, view in self._views(raw).items():
-            view.copy_(state[key].view(view.shape))
+        views = self._views(raw)
+        _copy_all([*views.values()], [state[key].view(view.shape) for key, view in views.items()])
         raw[-1] = self.kind
 
     def read(self, raw: memoryview) -> State:
         """Return copies of the tensors of a record, which the caller may change."""
         state = {key: torch.empty(shape, dtype=d) for key, (_, shape, d) in self._places.items()}
-        self._fill(state, raw)
+        _copy_all([*state.values()], [*self._views(raw).values()])
         return state
-
-    @torch.inference_mode()  # its new tensors could not be changed later: they are made outside
-    def _fill(self, state: State, raw: memoryview) -> None:
-        for key, view in self._views(raw).items():
-            state[key].copy_(view)
 
     def _views(self, raw: memoryview) -> State:
         flat = torch.frombuffer(raw[:-1], dtype=torch.uint8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
@@ -28,7 +29,7 @@ from kvkeep.core.tokens import as_tokens
 from kvkeep.store.blocks.base import (
     Lookup,
     Store,
-    StoreCounters,
+    StoreStats,
     closed_is_illegal,
     runs_of,
     seconds_of,
@@ -49,7 +50,7 @@ from kvkeep.store.kv.transfers import Transfers
 from kvkeep.store.tiers import PROMPT_TOKENS, Chain, TenantWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from kvkeep.core.extras import ExtraLike
     from kvkeep.core.tokens import TokensLike
     from kvkeep.store.backends import Backend
-    from kvkeep.store.blocks.base import Put, StoreStats
+    from kvkeep.store.blocks.base import Put
     from kvkeep.store.kv.forms import KV, Layout
     from kvkeep.store.kv.paying import LoadChoice, LoadPiece
     from kvkeep.store.kv.positions import Position
@@ -67,8 +68,7 @@ if TYPE_CHECKING:
 __all__ = ["KVStore"]
 
 _UNKNOWN = Ended()
-_PIN_TRIES: Final = 8
-"""Positions that a pin tries, ever shorter ones, until one is not larger than pins may be."""
+_PIN_TRIES: Final = 8  # positions that a pin tries, ever shorter: pins have a most of bytes
 
 
 class KVStore(Store):
@@ -164,7 +164,8 @@ class KVStore(Store):
         self._binding = threading.Lock()  # of `_identity`
         self.public = PublicPrefixes()
         self._names = names = TenantNames(self.namespace, self.block_tokens, self.public)
-        self._counters = StoreCounters()
+        self._counts = Counter[str]()  # of `StoreStats`
+        self._counting = threading.Lock()  # of `_counts`
         limits = {names.of(name).space: parse_bytes(each) for name, each in (quotas or {}).items()}
         weights: TenantWeights | None = None
         if shares is not None:
@@ -365,8 +366,7 @@ class KVStore(Store):
         if not isinstance(given, str) or given not in ("tensor", "tuples"):
             raise InvalidValue(f"form is {told(form)}; it is 'tensor' or 'tuples'")
         check_type("sources", sources, list | None, "a list")
-        if sink is not None and not callable(sink):
-            raise InvalidValue(f"sink is {told(sink)}; a function of each block's KV is needed")
+        check_type("sink", sink, Callable | None, "a function of each block's KV")
         prompt = self._requested(self._prompt(tokens, start, tenant, extra))
         self._needs(snapshots=False, call="get")
         choose = self._choosing(prompt, len(prompt)) if switch("pays", pays) else None
@@ -466,14 +466,14 @@ class KVStore(Store):
         if sources is not None:
             sources += tiers
         moved = loaded.tokens
-        self._counters.count(gets=1, asked_tokens=asked, hit_tokens=moved)
+        self._count(gets=1, asked_tokens=asked, hit_tokens=moved)
         if began:
             size = moved * self.geometry.bytes_per_token
             self._log(began, "get", asked=asked, moved=moved, size=size, tiers=tiers)
 
     def _stored(self, began: float, asked: int, put: Put) -> Put:
         """Count and log a put; return it."""
-        self._counters.count(
+        self._count(
             puts=1, put_tokens=put.tokens, skipped_tokens=put.skipped, dropped_tokens=put.dropped
         )
         if began:
@@ -539,29 +539,28 @@ class KVStore(Store):
         about blocks that are not known here. ``extra`` as in `put`.
         """
         prompt = self._requested(self._prompt(tokens, 0, tenant, extra))
-        tiered, size, since = self._tiered, prompt.size, time()
+        tiered, size, since, stored = self._tiered, prompt.size, time(), 0
         if self._forms.whole:
             position = stored_prefix(tiered, prompt)
-            tokens = 0 if position is None else position.tokens
-            miss = first_miss(tiered, prompt, tokens, since) if tokens < len(prompt) else None
-            if position is None:
-                return Lookup(0, (), 0, miss)
-            names = map(tiered.names.__getitem__, position.levels)
-            lengths = [*repeat(size, tokens // size), tokens % size]
-            return Lookup(tokens, runs_of(zip(names, lengths, strict=False)), tokens, miss)
-        finder = PositionFinder(tiered, prompt)
-        position = finder.longest()
-        stored = finder.stored if self._forms.base is not None else 0
+        else:
+            finder = PositionFinder(tiered, prompt)
+            position = finder.longest()
+            stored = finder.stored if self._forms.base is not None else 0
         tokens = 0 if position is None else position.tokens
+        miss: Miss | None = None
         if stored > tokens:
             ends = range(tokens - tokens % size + size, stored + 1, size)
             miss = state_miss(tiered, prompt, tokens, ends, since)
-        else:
+        elif tokens < len(prompt):
             miss = first_miss(tiered, prompt, tokens, since)
         if position is None:
             return Lookup(0, (), stored, miss)
+        parts: Iterable[tuple[str, int]]
         names = map(tiered.names.__getitem__, position.levels)
-        parts = tokens_by_tier(zip(position.pieces, names, strict=True), tokens, 0)
+        if self._forms.whole:
+            parts = zip(names, [*repeat(size, tokens // size), tokens % size], strict=False)
+        else:
+            parts = tokens_by_tier(zip(position.pieces, names, strict=True), tokens, 0)
         return Lookup(tokens, runs_of(parts), max(stored, tokens), miss)
 
     def _position(self, prompt: PromptIds, *, ask: bool = True) -> Position | None:
@@ -698,7 +697,7 @@ class KVStore(Store):
             self._tiered.losses.note(blocks, self._tiered.memory.name, "dropped", "queue full")
 
     def _unread(self, blocks: Sequence[bytes], tokens: int) -> None:
-        self._counters.count(unread_tokens=tokens)
+        self._count(unread_tokens=tokens)
         self._tiered.losses.note(blocks, "", "refused", "unread")
 
     def touch(
@@ -864,7 +863,13 @@ class KVStore(Store):
 
     def stats(self) -> StoreStats:
         """Return the counts since the store was opened, and the state of every tier."""
-        return self._counters.stats(tuple(self._tiered.stats()))
+        tiers = tuple(self._tiered.stats())
+        with self._counting:
+            return StoreStats(tiers=tiers, **self._counts)
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            self._counts.update(more)
 
     def _requested(self, prompt: PromptIds) -> PromptIds:
         """Report a prompt to what follows conversations, if ends of requests are reported."""
