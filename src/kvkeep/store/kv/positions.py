@@ -356,7 +356,7 @@ class PositionFinder:
 
     def _ends(self, number: int) -> Iterator[int]:
         """Yield where a position may be inside of block ``number``, the longest first."""
-        names, begin, knows = self._names, number * self._names.size, self._tiered.knows
+        names, begin, known = self._names, number * self._names.size, self._tiered.known
         most = min(names.size - 1, len(names.row) - begin)
         least = max(0, self._start - begin)
         if self._ask and most > least and begin + most == len(names.row):
@@ -364,10 +364,11 @@ class PositionFinder:
             most -= 1
         if names.forms.base is not None and names.forms.states is None:
             ends = names.tails(number) if most > least else []
-            yield from (begin + n for n in range(most, least, -1) if knows(ends[n - 1]))
+            there = known(ends[least:most])
+            yield from (begin + n for n in range(most, least, -1) if ends[n - 1] in there)
         else:
             ahead = range(begin + most, begin + least, -1)
-            yield from (at for at in ahead if any(map(knows, self._markers(at))))
+            yield from (at for at in ahead if known(self._markers(at)))
 
     def _markers(self, tokens: int) -> list[bytes]:
         """Return ids of which every position has one: of a state or window that ends there."""

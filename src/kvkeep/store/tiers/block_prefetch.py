@@ -8,26 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BlockPrefetch", "PrefetchProgress"]
-
-
-class PrefetchProgress:
-    """How far a prefetch has come; written by the reader, read by its `BlockPrefetch`.
-
-    Attributes:
-        ready: leading blocks in memory.
-        sources: for each of these, the name of the tier that it was read from.
-        ended: event that is set when no more blocks will arrive.
-        cancelled: whether to start no more reads.
-    """
-
-    __slots__ = ("cancelled", "ended", "ready", "sources")
-
-    def __init__(self) -> None:
-        self.ready = 0
-        self.sources: list[str] = []
-        self.ended = threading.Event()
-        self.cancelled = False
+__all__ = ["BlockPrefetch"]
 
 
 class BlockPrefetch:
@@ -36,35 +17,52 @@ class BlockPrefetch:
     After the store is closed, `done` and `cancel` still work; everything else raises `IllegalStep`.
 
     Thread safety: all methods.
+
+    Attributes:
+        cancelled: whether to start no more reads.
     """
 
-    def __init__(self, progress: PrefetchProgress, check_open: Callable[[], object]) -> None:
-        self._progress = progress
+    def __init__(self, check_open: Callable[[], object]) -> None:
         self._check_open = check_open
+        self._ready = 0
+        self._sources: list[str] = []
+        self._ended = threading.Event()
+        self.cancelled = False
 
     @property
     def done(self) -> bool:
         """Whether no more blocks will arrive: all are in memory, or the rest cannot be read."""
-        return self._progress.ended.is_set()
+        return self._ended.is_set()
 
     @property
     def ready(self) -> int:
         """Number of leading blocks that are in memory by now."""
         self._check_open()
-        return self._progress.ready
+        return self._ready
 
     @property
     def sources(self) -> list[str]:
         """For each of the `ready` blocks, the name of the tier that it was read from."""
         self._check_open()
-        return self._progress.sources[: self._progress.ready]
+        return self._sources[: self._ready]
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until `done`, ``timeout`` seconds at most; return `ready`."""
-        self._progress.ended.wait(timeout)
+        self._ended.wait(timeout)
         self._check_open()
-        return self._progress.ready
+        return self._ready
 
     def cancel(self) -> None:
         """Start no more reads. Reads that have begun still complete."""
-        self._progress.cancelled = True
+        self.cancelled = True
+
+    # --- called by the reader --------------------------------------------------------------------
+
+    def arrived(self, ready: int, sources: list[str]) -> None:
+        """Note that so many leading blocks are in memory, from these tiers."""
+        self._sources = sources
+        self._ready = ready
+
+    def end(self) -> None:
+        """Note that no more blocks will arrive."""
+        self._ended.set()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.codecs import codec_name
-from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
+from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.memory import MemoryLease
 from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, origin
@@ -20,7 +20,7 @@ from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.backends.memory import Draft
@@ -164,34 +164,34 @@ class Reader:
         closed: Callable[[], bool],
     ) -> BlockPrefetch:
         """See `TieredStore.prefetch`."""
-        progress = PrefetchProgress()
+        handle = BlockPrefetch(check_open)
+        sources: list[str] = []
+
+        def cancelled() -> bool:
+            return handle.cancelled or closed()
 
         def bring() -> None:
             try:
-                if closed() or progress.cancelled:
+                if cancelled():
                     return
                 blocks, sizes = plan()
                 fit = self._fit(sizes)
                 blocks, sizes = blocks[:fit], sizes[:fit]
 
-                def arrived(at: int, raw: memoryview) -> None:
-                    del raw
+                def arrived(at: int, _raw: memoryview) -> None:
                     if blocks[at] in self._memory:
-                        progress.ready = at + 1
+                        handle.arrived(at + 1, sources)
                     else:  # memory had no room for it
-                        progress.cancelled = True
+                        handle.cancel()
 
-                request = ReadRequest(
-                    self, sizes, arrived, sources=progress.sources,
-                    cancelled=lambda: progress.cancelled or closed(),
-                )  # fmt: skip
+                request = ReadRequest(self, sizes, arrived, sources=sources, cancelled=cancelled)
                 request.bring(blocks, self.levels.locate(blocks))
             finally:
-                progress.ended.set()
+                handle.end()
 
-        if not self._prefetching.submit(bring, given_up=progress.ended.set):
-            progress.ended.set()
-        return BlockPrefetch(progress, check_open)
+        if not self._prefetching.submit(bring, given_up=handle.end):
+            handle.end()
+        return handle
 
     def _fit(self, raw_bytes: Sequence[int]) -> int:
         """Return how many leading blocks fit into half of memory."""
@@ -497,25 +497,19 @@ class ReadRequest:
 
         Blocks read into memory do not evict others of the same prompt.
         """
-        with self.keeping_above(blocks, levels):
-            count = self.fetch(blocks, levels)
-        self._levels.used(blocks[:count])
-        return count
-
-    @contextmanager
-    def keeping_above(self, blocks: Sequence[bytes], levels: Sequence[int]) -> Iterator[None]:
-        """Hold those of ``blocks`` that are in memory, if others are read into it."""
-        mixed = any(levels) and not all(levels)
-        above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
         index = self._levels.memory.catalogue
         try:
-            index.hold(above, held)
-            yield
+            if any(levels) and not all(levels):
+                index.hold([blocks[at] for at, level in enumerate(levels) if not level], held)
+            count = self._fetch(blocks, levels)
         finally:
-            index.free(held)
+            if held:
+                index.free(held)
+        self._levels.used(blocks[:count])
+        return count
 
-    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+    def _fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
         ahead: deque[SharedRead | MemoryLease] = deque()
         run: Sequence[MemoryLease] = ()
@@ -602,7 +596,7 @@ class ReadRequest:
                 sources.append(self._given(at, run[at - first], name))
                 sink(at, payload)
                 at += 1
-                ends = self._ends  # of the first block, `fetch` has asked
+                ends = self._ends  # of the first block, `_fetch` has asked
             copied = sum(map(len, payloads[: at - first]))
         finally:
             self._reader.copies.end(copied)

@@ -69,7 +69,7 @@ class Remover:
         """See `TieredStore.remove`."""
         levels = self._levels
         blocks = list(dict.fromkeys(blocks))
-        there = [block for block in blocks if levels.level_of(block) is not None]
+        there = levels.known(blocks)
         # Writes first: a read that begins afterwards skips tiers that delete the block.
         removals = [_Removal(tier, blocks, self._closed, self._running) for tier in levels.tiers]
         self._reader.cancel(blocks)

@@ -159,15 +159,15 @@ class TieredStore:
             self.check_open()  # see `locate`
         return levels
 
-    def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be readable from some level; no I/O."""
+    def known(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are known to be readable from some level; no I/O."""
         self.check_open()
-        return self._levels.level_of(block) is not None
+        return self._levels.known(blocks)
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
         """Return the levels known to hold each of ``blocks``, fastest first; no I/O."""
         self.check_open()
-        return [self._levels.holders(block) for block in blocks]
+        return self._levels.holders(blocks)
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None = None) -> list[Loss | None]:
         """Return why each of ``blocks`` is missing, None where it can be read; no I/O.
@@ -277,7 +277,8 @@ class TieredStore:
         """Record in every level that a request used ``blocks``: they are evicted later."""
         self.check_open()
         if self.policy.admit_after > 1:
-            self._levels.planner.read([block for block in blocks if self.knows(block)])
+            known = self._levels.known(blocks)
+            self._levels.planner.read([block for block in blocks if block in known])
         self._levels.used(blocks)
 
     @property
