@@ -21,7 +21,7 @@ from kvkeep.store.backends.disk import DiskBackend
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import generate_key
 from kvkeep.store.tiers import TIER_OPTIONS, TieredStore, check_tiers, open_tiers
-from kvkeep.store.tiers.buffer import LEAST_BUFFER
+from kvkeep.store.tiers.front import LEAST_BUFFER
 from kvkeep.store.tiers.two_queues import tier_policies
 
 if TYPE_CHECKING:

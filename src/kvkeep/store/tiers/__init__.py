@@ -17,7 +17,7 @@ conversations.py  follows conversations, for policies that order by their return
 One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
-front.py         opens one of both
+front.py         opens one of both, or a buffer in their place
 tier.py          a lower tier: one backend, with threads and statistics (counters.py)
 calls.py         guards backend calls by circuit breakers, turns failures into misses; workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces
@@ -30,9 +30,9 @@ opening.py       opens tiers from URLs
 from __future__ import annotations
 
 from kvkeep.store.tiers.block_prefetch import BlockPrefetch
-from kvkeep.store.tiers.buffer import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.conversations import Chain, Conversations
 from kvkeep.store.tiers.counters import TierCounters, TierStats
+from kvkeep.store.tiers.front import PROMPT_TOKENS, buffer_bytes
 from kvkeep.store.tiers.loss_log import Loss, LossKind, LossLog, Miss
 from kvkeep.store.tiers.memory import MemorySpec, MemoryTier
 from kvkeep.store.tiers.notes import note_of

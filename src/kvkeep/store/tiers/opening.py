@@ -14,7 +14,7 @@ from kvkeep.core.errors import BackendFailed, InvalidValue, did_you_mean, requir
 from kvkeep.store.backends import Backend, TierURL
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.codecs import BlockShape, codec_of, load_key, make_codec
-from kvkeep.store.tiers.buffer import buffer_bytes
+from kvkeep.store.tiers.front import buffer_bytes
 from kvkeep.store.tiers.memory import MemorySpec
 from kvkeep.store.tiers.tier import TierOptions, TierSpec
 from kvkeep.store.tiers.tiering import Exclusive, Inclusive

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.buffers import SpareBuffers
 from kvkeep.store.codecs import codec_name
-from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.memory import MemoryLease
 from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, origin
@@ -38,14 +37,14 @@ _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
 
 class Reader:
-    """Reads prompts, and prefetches them into memory.
+    """Reads prompts from tiers, in their reader threads.
 
-    Thread safety: all methods. Reads of tiers run in their reader threads, prefetches in four
-    threads of the reader.
+    Thread safety: all methods.
 
     Attributes:
         copies: learns what copies of blocks out of memory take.
         replacements: number of replacements so far; see `replaced_since`.
+        prefetching: threads of `BlockPrefetch`.
     """
 
     def __init__(self, moves: Moves, copies: LearnedTransfer) -> None:
@@ -58,7 +57,7 @@ class Reader:
         self._reads: dict[bytes, SharedRead] = {}
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
         self.replacements = 0
-        self._prefetching = Workers("prefetch", 4, 256)
+        self.prefetching = Workers("prefetch", 4, 256)
 
     def prepare(self, raw_bytes: int) -> None:
         """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
@@ -155,60 +154,15 @@ class Reader:
             forgotten = self.replacements - mark > len(newer)
         return forgotten or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
-    # --- prefetch --------------------------------------------------------------------------------
-
-    def prefetch(
-        self,
-        plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]],
-        check_open: Callable[[], object],
-        closed: Callable[[], bool],
-    ) -> BlockPrefetch:
-        """See `TieredStore.prefetch`."""
-        handle = BlockPrefetch(check_open)
-        sources: list[str] = []
-
-        def cancelled() -> bool:
-            return handle.cancelled or closed()
-
-        def bring() -> None:
-            try:
-                if cancelled():
-                    return
-                blocks, sizes = plan()
-                fit = self._fit(sizes)
-                blocks, sizes = blocks[:fit], sizes[:fit]
-
-                def arrived(at: int, _raw: memoryview) -> None:
-                    if blocks[at] in self._memory:
-                        handle.arrived(at + 1, sources)
-                    else:  # memory had no room for it
-                        handle.cancel()
-
-                request = ReadRequest(self, sizes, arrived, sources=sources, cancelled=cancelled)
-                request.bring(blocks, self.levels.locate(blocks))
-            finally:
-                handle.end()
-
-        if not self._prefetching.submit(bring, given_up=handle.end):
-            handle.end()
-        return handle
-
-    def _fit(self, raw_bytes: Sequence[int]) -> int:
-        """Return how many leading blocks fit into half of memory."""
-        room = self._memory.capacity // 2
-        for count, size in enumerate(raw_bytes):
-            room -= size + HEADER_BYTES
-            if room < 0:
-                return count
-        return len(raw_bytes)
+    # --- life cycle ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Discard prefetches that have not begun."""
-        self._prefetching.close()
+        self.prefetching.close()
 
     def join(self, timeout: float) -> bool:
         """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""
-        return self._prefetching.join(timeout)
+        return self.prefetching.join(timeout)
 
 
 class SharedRead:

@@ -556,7 +556,7 @@ class Tier:
         space, catalogue = block[:SPACE_BYTES], self.catalogue
         if catalogue.over_quota(space, size) < 0:
             return False
-        if catalogue.has_quota(space) and self.states.undeleted(space):
+        if self.states.undeleted(space):
             self._delete_left(sys.maxsize, space)
             if self.states.undeleted(space):
                 return False
@@ -593,21 +593,17 @@ class Tier:
         """
         if not self.indexed:
             return False
-        catalogue, states, unit = self.catalogue, self.states, self.backend.unit
         freed = self._delete_left(needed)
-        if not catalogue.may_free(needed - freed) and not (
-            self._relist_if_old() and catalogue.may_free(needed - freed)
-        ):
-            return freed > 0
         while freed < needed and not self.calls.any_blocks("delete"):
-            victims = states.victims(needed - freed)
-            if not victims and self._relist_if_old():  # others' blocks may be evicted, too
-                victims = states.victims(needed - freed)
+            lacking = needed - freed
+            victims = self.states.victims(lacking) if self.catalogue.may_free(lacking) else None
             if not victims:
+                if self._relist_if_old():
+                    continue  # others' blocks may be evicted, too
                 break
             bytes_freed, complete = self._evict(victims)
             # Records take whole units; the backend counts freed bytes without the padding.
-            freed += bytes_freed + (unit - 1) * len(victims) if bytes_freed else 0
+            freed += bytes_freed + (self.backend.unit - 1) * len(victims) if bytes_freed else 0
             if not complete:
                 break
         return freed > 0

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
-from kvkeep.store.tiers.buffer import SmallBuffer
+from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.conversations import Conversations
-from kvkeep.store.tiers.front import open_front
+from kvkeep.store.tiers.front import SmallBuffer, open_front
 from kvkeep.store.tiers.levels import LevelPins, Levels
 from kvkeep.store.tiers.loss_log import LossLog
 from kvkeep.store.tiers.moves import Moves, left_until
@@ -28,7 +28,6 @@ from kvkeep.store.tiers.writing import StoreRequest, Written
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
     from kvkeep.store.tiers.front import FrontOrder
     from kvkeep.store.tiers.loss_log import Loss
@@ -236,7 +235,7 @@ class TieredStore:
         call `locate`, which waits.
         """
         self.check_open()
-        return self._reader.prefetch(plan, self.check_open, lambda: self._closed)
+        return BlockPrefetch(self._reader, plan, self.check_open, lambda: self._closed)
 
     # --- writes ----------------------------------------------------------------------------------
 
