@@ -11,7 +11,7 @@ from faults import FaultyBackend
 from kvkeep.core.geometry import KVGeometry
 from kvkeep.store import BlockStore, KVStore
 from kvkeep.store.backends.memory import MemoryBackend
-from kvkeep.store.tiers import PROMPT_TOKENS, buffer, buffer_bytes
+from kvkeep.store.tiers import PROMPT_TOKENS, buffer_bytes, front
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def free(monkeypatch):
     """``free(bytes)``: so much memory is free."""
 
     def set_to(*amounts: int) -> None:
-        monkeypatch.setattr(buffer, "free_memory", lambda: iter([(one, "") for one in amounts]))
+        monkeypatch.setattr(front, "free_memory", lambda: iter([(one, "") for one in amounts]))
 
     return set_to
 

@@ -70,7 +70,7 @@ class Levels:
             lease.release()
             if length != raw_bytes:
                 return True
-        return any(tier.known([block]) and not tier.fits(block, raw_bytes) for tier in self.tiers)
+        return any(not tier.fits(block, raw_bytes) and tier.known([block]) for tier in self.tiers)
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
         """Return all levels known to hold each of ``blocks``, fastest first; no I/O."""

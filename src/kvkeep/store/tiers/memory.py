@@ -53,7 +53,7 @@ class MemoryLease:
     thread that writes the record to a tier.
     """
 
-    __slots__ = ("_buffers", "_lease", "record")
+    __slots__ = ("_buffers", "lease", "record")
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class MemoryLease:
         buffers: SpareBuffers | None = None,
     ) -> None:
         self.record = record
-        self._lease = lease
+        self.lease = lease
+        """The lease of memory, None for a buffer."""
         self._buffers = buffers
 
     @property
@@ -70,15 +71,10 @@ class MemoryLease:
         """The raw KV behind the header."""
         return self.record[HEADER_BYTES:]
 
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of memory, None for a buffer."""
-        return self._lease
-
     def release(self) -> None:
         """End the use of the record; a buffer is given back to ``buffers``."""
-        if self._lease is not None:
-            self._lease.release()
+        if self.lease is not None:
+            self.lease.release()
         if self._buffers is not None:
             buffers, self._buffers = self._buffers, None
             buffers.give_back(self.record)

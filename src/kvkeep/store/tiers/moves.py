@@ -120,7 +120,8 @@ class Moves:
             operations = tier.states.queue(wanted, then, again, held=prompt is not None)
             pieces = self._pieces(tier, operations, leases, prompt)
         finally:
-            self.memory.release_all(list(leases.values()))
+            if leases:
+                self.memory.release_all(list(leases.values()))
         failing = set(tier.unwritable([operation.block for operation in operations]))
         try:
             while pieces and failing.isdisjoint(pieces[0].blocks):
@@ -142,21 +143,21 @@ class Moves:
         prompt: TierWrites | None,
     ) -> list[_Piece]:
         """Divide writes among the writers; ``leases`` of their blocks are taken out."""
-        pieces: list[_Piece] = []
-        most = min(_PIECE_BLOCKS, -(-len(operations) // tier.options.writers))
-        room = min(_PIECE_BYTES, tier.writing.limit // _PIECE_BLOCKS)
-        for operation in operations:
-            lease = leases.pop(operation.block)
-            size = len(lease.record)
-            last = pieces[-1] if pieces else None
-            if last is None or len(last.operations) == most or last.cost + size > room:
-                last = _Piece(self.memory, tier, prompt)
-                pieces.append(last)
-            last.add(operation, lease, size)
+        if not operations:
+            return []
+        blocks = [operation.block for operation in operations]
+        mine = [leases.pop(block) for block in blocks]
+        largest = max(len(lease.record) for lease in mine)
+        room = min(_PIECE_BYTES, tier.writing.limit // _PIECE_BLOCKS) // largest
+        most = max(1, min(_PIECE_BLOCKS, -(-len(blocks) // tier.options.writers), room))
         held: list[bytes] = []
-        self.memory.catalogue.hold([operation.block for operation in operations], held)
-        for piece in pieces:
-            piece.held = held if len(pieces) == 1 else [one for one in held if one in piece.blocks]
+        self.memory.catalogue.hold(blocks, held)
+        pieces: list[_Piece] = []
+        for at in range(0, len(blocks), most):
+            end = at + most
+            of = held[at:end] if held == blocks else [b for b in blocks[at:end] if b in held]
+            mine_here = operations[at:end], mine[at:end], of
+            pieces.append(_Piece(self.memory, tier, *mine_here, prompt=prompt))
         return pieces
 
     def _write_again(self, tier: Tier, then: Callable[[bytes, bool], object], block: bytes) -> None:
@@ -332,21 +333,24 @@ class _Piece:
 
     __slots__ = ("blocks", "cost", "held", "leases", "memory", "operations", "prompt", "tier")
 
-    def __init__(self, memory: FrontMemory, tier: Tier, prompt: TierWrites | None) -> None:
+    def __init__(
+        self,
+        memory: FrontMemory,
+        tier: Tier,
+        operations: Sequence[Operation],
+        leases: Sequence[MemoryLease],
+        held: Sequence[bytes],
+        *,
+        prompt: TierWrites | None,
+    ) -> None:
         self.memory = memory
         self.tier = tier
+        self.operations = operations
+        self.blocks = [operation.block for operation in operations]
+        self.leases = leases
+        self.held = held
         self.prompt = prompt
-        self.cost = 0
-        self.blocks: dict[bytes, None] = {}
-        self.operations: list[Operation] = []
-        self.leases: list[MemoryLease] = []
-        self.held: list[bytes] = []
-
-    def add(self, operation: Operation, lease: MemoryLease, size: int) -> None:
-        self.blocks[operation.block] = None
-        self.operations.append(operation)
-        self.leases.append(lease)
-        self.cost += size
+        self.cost = sum([len(lease.record) for lease in leases])
 
     def run(self) -> None:
         try:
@@ -355,7 +359,7 @@ class _Piece:
             self._free()
 
     def drop(self) -> None:
-        self.tier.refused([*self.blocks])
+        self.tier.refused(self.blocks)
         self._free()
         for operation in self.operations:
             self.tier.states.end(operation, saved=False)

@@ -74,9 +74,10 @@ class Reader:
     ) -> None:
         """Begin to read ``blocks``, located at ``levels``: append to ``started``.
 
-        A lease if memory has the block.
+        A lease if memory has the block; else a read from its tier, then from the others.
         """
         begun: list[SharedRead] = []
+        tiers, stays = self.levels.tiers, self.levels.planner.policy.keeps_reads
         try:
             with self._lock:
                 absent = self._memory.absent(blocks)
@@ -90,24 +91,18 @@ class Reader:
                         if lease is not None:
                             started.append(lease)
                             continue
-                    read = self._shared_read(block, raw_bytes[at], levels[at])
-                    read.join()
+                    first = max(0, levels[at] - 1)  # level 0: fastest first
+                    order = [*tiers[first : first + 1], *tiers[:first], *tiers[first + 1 :]]
+                    read = SharedRead(
+                        self._memory, block, raw_bytes[at], order, self._ended,
+                        buffers=self._buffers, stays=stays, joined=1,
+                    )  # fmt: skip
                     self._reads[block] = read
                     begun.append(read)
                     started.append(read)
         finally:
             for read in begun:
                 read.start()
-
-    def _shared_read(self, block: bytes, raw_bytes: int, level: int) -> SharedRead:
-        """Return a new read of ``block``: from the tier at ``level``, then from the others."""
-        tiers = self.levels.tiers
-        first = max(0, level - 1)  # level 0: fastest first
-        return SharedRead(
-            self._memory, block, raw_bytes,
-            [*tiers[first : first + 1], *tiers[:first], *tiers[first + 1 :]], self._ended,
-            buffers=self._buffers, stays=self.levels.planner.policy.keeps_reads,
-        )  # fmt: skip
 
     def _ended(self, read: SharedRead) -> None:
         """Forget an ended ``read``; delete the tier's copy, and demote, if the policy says so."""
@@ -179,6 +174,7 @@ class SharedRead:
     Arguments:
         buffers: for records that memory does not take.
         stays: whether memory keeps the block.
+        joined: how many take part from the beginning.
 
     Attributes:
         source: the tier that had the block.
@@ -194,6 +190,7 @@ class SharedRead:
         *,
         buffers: SpareBuffers,
         stays: bool = True,
+        joined: int = 0,
     ) -> None:
         self.block = block
         self.raw_bytes = raw_bytes
@@ -208,7 +205,7 @@ class SharedRead:
         self._attempt = 0  # number of the current attempt; results of older ones are discarded
         self._since = time.monotonic()  # requests may wait before `start`
         self._began = False  # whether the attempt runs, not waits for a thread
-        self._joined = 0
+        self._joined = joined
         self._lease: MemoryLease | None = None
         self._done = False
         self._queued: Tier | None = None  # whose queue of reads counts this one
@@ -223,7 +220,7 @@ class SharedRead:
             self._joined += 1
             return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Undo one `join`. A read that has not begun is skipped when no request is left."""
         with self._changed:
             self._joined -= 1
@@ -492,15 +489,16 @@ class ReadRequest:
                 if lease is None or self._replaced(blocks):
                     break
                 payload = lease.payload
-                if not self._has_length(blocks[count], payload, sizes[count]):
+                if len(payload) != sizes[count]:
+                    self._refuse(blocks[count], len(payload), sizes[count])
                     break
                 self._sources.append(self._given(count, lease, name))
                 self._sink(count, payload)
-                _end_read(ahead.popleft())
+                ahead.popleft().release()
                 count += 1
         finally:
             for left in (*ahead, *run):
-                _end_read(left)
+                left.release()
         if count < end:  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count:end])
@@ -545,7 +543,10 @@ class ReadRequest:
         self._reader.copies.begin()
         try:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
-                if not self._has_length(blocks[at], payload, size) or ends(blocks):
+                if len(payload) != size:
+                    self._refuse(blocks[at], len(payload), size)
+                    break
+                if ends(blocks):
                     break
                 sources.append(self._given(at, run[at - first], name))
                 sink(at, payload)
@@ -560,17 +561,13 @@ class ReadRequest:
             memory.counters.count(hits=len(payloads), read_bytes=read)
         return at
 
-    def _has_length(self, block: bytes, payload: memoryview, raw_bytes: int) -> bool:
-        """Whether ``payload``, of memory, is that long; else it is not this block, and deleted."""
-        if len(payload) == raw_bytes:
-            return True
+    def _refuse(self, block: bytes, length: int, raw_bytes: int) -> None:
+        """Delete a record in memory that has another length: it is not this block."""
         memory = self._levels.memory
         with suppress(BackendFailed):  # memory that processes share hides it
             memory.remove([block])
         memory.counters.count(refused=1)
-        reason = another_length(len(payload), raw_bytes)
-        self._levels.losses.note([block], memory.name, "refused", reason)
-        return False
+        self._levels.losses.note([block], memory.name, "refused", another_length(length, raw_bytes))
 
     def _limit(self, raw_bytes: int) -> int:
         """Return how many blocks to read ahead, leaving half of memory to other requests."""
@@ -597,11 +594,3 @@ class ReadRequest:
 
 def _never() -> bool:
     return False
-
-
-def _end_read(started: SharedRead | MemoryLease) -> None:
-    """Leave a read that `Reader.start` began."""
-    if isinstance(started, SharedRead):
-        started.leave()
-    else:
-        started.release()

@@ -227,8 +227,6 @@ class Tier:
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
         queries = [_Query(self, *part) for part in self.calls.by_part(blocks).items()]
-        for query in queries:
-            query.submit()
         there: set[bytes] = set()
         for query in queries:
             for block, size in query.result(end, whole=patience == timeout):
@@ -270,7 +268,6 @@ class Tier:
         """
         part = self.backend.part(block)
         if not self.calls.allowed("read", part):
-            self.calls.note_failure("unavailable", "breaker")
             return None
         moved: int | None = None
         self.reads.begin()
@@ -483,7 +480,7 @@ class Tier:
 
     def _store(self, block: bytes, record: memoryview, prompt: TierWrites | None) -> str:
         """Write ``record``; return the reason of a failure, else ""."""
-        if self.calls.blocks("write", self.backend.part(block)):
+        if self.calls.failing and self.calls.blocks("write", self.backend.part(block)):
             self.counters.count(skipped_calls=1)
             return "breaker"
         encoded, bucket = self.records.encode(block, record), self._bucket
@@ -878,11 +875,12 @@ class Tier:
 
     def unreadable(self, block: bytes) -> bool:
         """Whether reading ``block`` is pointless now, because such calls fail or hang."""
-        if self.calls.quiet:
+        calls = self.calls
+        if not (calls.running or calls.failing):
             return False
-        self.calls.report_hung("lookup", "read")
+        calls.report_hung("lookup", "read")
         part = self.backend.part(block)
-        return self.calls.blocks("read", part) or self.calls.blocks("lookup", part)
+        return calls.blocks("read", part) or calls.blocks("lookup", part)
 
     def note_unread(self, late: str | None = None) -> None:
         """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
@@ -969,23 +967,19 @@ class _ListFailed(Exception):
 
 
 class _Query:
-    """The sizes of blocks in one part of a tier's backend."""
+    """The sizes of blocks in one part of a tier's backend, which a reader thread asks for."""
 
     def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
         self._tier = tier
-        self.calls = tier.calls
         self._part = part
         self._blocks = blocks
         self._sizes: list[int | None] = []
         self._began = False
         self._done = threading.Event()
-
-    def submit(self) -> None:
-        """Queue the query, unless such calls fail or hang now."""
-        tier = self._tier
-        allowed = not tier.unreadable(self._blocks[0])
-        if not allowed or not self.calls.allowed("lookup", self._part):
+        if tier.unreadable(blocks[0]):  # such calls fail or hang now
             tier.note_unread()
+            self._done.set()
+        elif not tier.calls.allowed("lookup", part):
             self._done.set()
         elif not tier.reading.submit(self._run, given_up=self._done.set):
             tier.note_unread(late="queue full")
@@ -994,8 +988,8 @@ class _Query:
     def _run(self) -> None:
         self._began = True
         try:
-            with self.calls.to("sizes", "lookup", self._part):
-                self._sizes = self.calls.backend.sizes(self._blocks)
+            with self._tier.calls.to("sizes", "lookup", self._part):
+                self._sizes = self._tier.backend.sizes(self._blocks)
         finally:
             self._done.set()
         if self._sizes and not self._tier.indexed:
@@ -1012,7 +1006,7 @@ class _Query:
             tier.note_unread(late="no answer")
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
-                self.calls.failed("lookup", self._part, why)
+                tier.calls.failed("lookup", self._part, why)
             else:
                 tier.unreadable(self._blocks[0])
             return []

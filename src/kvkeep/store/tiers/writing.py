@@ -201,7 +201,8 @@ class StoreRequest:
             if self._run_exact and origin(lease.record) != EXACT:
                 break
             end += 1
-        self._levels.memory.release_all(leases[end:])
+        if end < len(leases):
+            self._levels.memory.release_all(leases[end:])
         return leases[:end]
 
     def _below(self, run: Sequence[bytes]) -> set[bytes]:
@@ -233,7 +234,7 @@ class StoreRequest:
             for draft in drafts[filled:]:
                 draft.discard()
         drafts = drafts[:filled]
-        memory.counters.count(written_bytes=sum(len(draft.view) for draft in drafts))
+        memory.counters.count(written_bytes=sum(raw_bytes[:filled]) + HEADER_BYTES * filled)
         leases = memory.commit_all(drafts) if drafts else []
         if not leases and self._error is not None:
             raise self._error
