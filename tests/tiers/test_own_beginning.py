@@ -11,7 +11,7 @@ from tier_bench import PAGE, RAW, Bench, content, get, name, put, save, settle, 
 from kvkeep.core.eviction import LRU
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 from kvkeep.store.tiers.index import Index
-from kvkeep.store.tiers.moves import TierWrites
+from kvkeep.store.tiers.prompt_writes import TierWrites
 from kvkeep.store.tiers.states import BlockStates, Operation
 
 

@@ -8,8 +8,8 @@ tiering.py       decides which tiers hold a block, and its moves
 reading.py       reads prompts, each block once for several requests; block_prefetch.py: the handle
                  of a read in the background
 writing.py       stores prompts
-moves.py         writes blocks to tiers, a prompt's beginning before its end, and moves evicted ones
-                 to a lower tier
+moves.py         writes blocks to tiers, and moves evicted ones to a lower tier;
+                 prompt_writes.py: a prompt's beginning before its end
 loss_log.py      records why blocks were lost
 conversations.py  follows conversations, for policies that order by their returns;
                  block_waits.py: which of them wait at a block

@@ -21,6 +21,7 @@ from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import Loss, LossLog
 from kvkeep.store.tiers.notes import SpaceNotes
+from kvkeep.store.tiers.prompt_writes import TierWrites
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import (
     NotForUs,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.moves import TierWrites
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -381,6 +381,10 @@ class Tier:
                 deletion.failed.clear()
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
+
+    def prompt(self, blocks: Sequence[bytes]) -> TierWrites:
+        """Return the writes of a prompt of ``blocks`` to this tier; for any thread."""
+        return TierWrites(self.catalogue, self.backend, self.give_up, blocks)
 
     def write(
         self,
@@ -832,14 +836,6 @@ class Tier:
             if time.monotonic() - self._expired_at > pause:
                 self._expired_at = time.monotonic()
                 self.reading.submit(self.expire)  # in a writer, its listing would delay a flush
-
-    def reorder(self, blocks: Sequence[bytes]) -> None:
-        """Record the order of a prompt's ``blocks``, which were written in another order.
-
-        The next `flush` passes it on to the backend as times of use.
-        """
-        if self.indexed:
-            self.catalogue.used(blocks, grain=float("inf"), stored=True)
 
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
         """Record uses, oldest first, in the backend."""
