@@ -18,7 +18,8 @@ One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
 front.py         opens one of both, or a buffer in their place
-tier.py          a lower tier: one backend, with threads and statistics (counters.py)
+tier.py          a lower tier: one backend, with threads and statistics (counters.py);
+                 tier_room.py: makes room there, and deletes
 calls.py         guards backend calls by circuit breakers, turns failures into misses; workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces
 index.py         which blocks it has, and their eviction order; cold_blocks.py: many in little

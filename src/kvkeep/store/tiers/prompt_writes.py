@@ -29,7 +29,7 @@ class TierWrites:
 
     Arguments:
         catalogue, backend: of the tier.
-        give_up: evicts the first of some blocks, which are held here; see `Tier.give_up`.
+        give_up: evicts the first of some blocks, which are held here; see `TierRoom.give_up`.
         blocks: of the prompt.
     """
 

@@ -31,6 +31,7 @@ from kvkeep.store.tiers.record_codec import (
     another_length,
 )
 from kvkeep.store.tiers.states import BlockStates
+from kvkeep.store.tiers.tier_room import TierRoom
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ ORDERED = 40_960
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
 _MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
 _TRIES = 20  # attempts to make room for one record, in competition with other processes
-_DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
-_PARTS = 64  # of a budget: one is kept free, and evicted at once …
-_RECORDS_AHEAD = 4  # … if it has room for so many records
 _MAYBE = ("write failed", "fault")  # reasons for which the backend may have the record nevertheless
 
 
@@ -122,6 +120,7 @@ class Tier:
 
     Attributes:
         states: what is done with each block now (`BlockStates`).
+        room: deletes blocks, by request and to make room.
         queried: whether the backend must be queried: it may hold blocks that the catalogue lacks.
         listed: whether the backend was listed once.
     """
@@ -161,12 +160,11 @@ class Tier:
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
         self._notes = SpaceNotes(self.calls, notes)
-        self._evicting = evicting
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
-        self._making_room = threading.Lock()  # whose holder alone takes what is freed
-        self._quota_lock = threading.Lock()
-        self._coming: dict[bytes, int] = {}  # bytes being written, by namespace
-        self._trimming = False
+        self.room = TierRoom(
+            self.calls, self.catalogue, self.states, self.losses, self.writing,
+            evicting=evicting, relist=self._relist_if_old,
+        )  # fmt: skip
         self._listing = threading.Lock()
         self.listed = False
         self._listed_at = 0.0  # monotonic seconds
@@ -384,7 +382,7 @@ class Tier:
 
     def prompt(self, blocks: Sequence[bytes]) -> TierWrites:
         """Return the writes of a prompt of ``blocks`` to this tier; for any thread."""
-        return TierWrites(self.catalogue, self.backend, self.give_up, blocks)
+        return TierWrites(self.catalogue, self.backend, self.room.give_up, blocks)
 
     def write(
         self,
@@ -415,7 +413,7 @@ class Tier:
                 self.dropped([operation.block], "fault" if moved is None else "queue full")
                 self.states.end(operation, saved=False)
         if total:
-            self._trim_ahead(len(records[0]))
+            self.room.trim_ahead(len(records[0]))
             for space in {operation.block[:SPACE_BYTES] for operation in operations}:
                 self._notes.written(space)
 
@@ -494,7 +492,7 @@ class Tier:
         if bucket is not None and bucket.left() < size:  # before others go for it
             return "write budget"
         limited = self.catalogue.has_quota(block[:SPACE_BYTES])
-        if limited and not self._reserve_quota(block, size, prompt):
+        if limited and not self.room.reserve(block, size, prompt):
             return "quota"
         try:
             if bucket is not None and not bucket.spend(size):
@@ -504,21 +502,21 @@ class Tier:
                 self.catalogue.add(block, size)
         finally:
             if limited:
-                self._free_quota(block, size)
+                self.room.free(block, size)
         return why
 
     def _put(self, block: bytes, encoded: memoryview, prompt: TierWrites | None) -> str:
         """Write ``encoded``, evicting others for it; return the reason of a failure, else ""."""
-        if self._making_room.locked():  # another writer evicts: what it frees is not for us
-            with self._making_room:
+        if self.room.making.locked():  # another writer evicts: what it frees is not for us
+            with self.room.making:
                 pass
         why, needed = self._attempt(block, encoded)
         while needed:
             if self.backend.capacity and needed > self.backend.capacity:
                 return "no room"
-            with self._making_room:
+            with self.room.making:
                 for _ in range(_TRIES):
-                    if not self.make_room(needed):
+                    if not self.room.make(needed):
                         break
                     why, needed = self._attempt(block, encoded)
                     if not needed:
@@ -545,184 +543,23 @@ class Tier:
         self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
         return "", 0
 
-    # --- room ------------------------------------------------------------------------------------
-
-    def _reserve_quota(self, block: bytes, size: int, prompt: TierWrites | None) -> bool:
-        """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
-
-        Evicts blocks of the namespace if needed. Reservations of concurrent writes count. Returns
-        whether they fit. Nothing fits while blocks of the namespace are left whose deletion failed:
-        they are not counted any more.
-        """
-        space, catalogue = block[:SPACE_BYTES], self.catalogue
-        if catalogue.over_quota(space, size) < 0:
-            return False
-        if self.states.undeleted(space):
-            self._delete_left(sys.maxsize, space)
-            if self.states.undeleted(space):
-                return False
-        while True:
-            over = size
-            for _ in range(_TRIES):
-                with self._quota_lock:
-                    coming = self._coming.get(space, 0) + size
-                    over = catalogue.over_quota(space, coming)
-                    if not over:
-                        self._coming[space] = coming
-                        return True
-                victims = None if over < 0 else self.states.victims(over, space)
-                if not victims:  # also if all that is being written together exceeds the quota
-                    break
-                if not self._evict(victims)[1]:
-                    return False
-            if prompt is None or not prompt.make_room(block, over if over > 0 else size):
-                return False
-
-    def _free_quota(self, block: bytes, size: int) -> None:
-        space = block[:SPACE_BYTES]
-        with self._quota_lock:
-            rest = self._coming.pop(space) - size
-            if rest:
-                self._coming[space] = rest
-
-    def make_room(self, needed: int) -> bool:
-        """Evict until ``needed`` bytes are free; return whether any were freed.
-
-        Repeats deletions that failed before, then evicts. Evicts nothing if all evictable blocks
-        together do not suffice. Stops once a deletion fails: further records would be forgotten and
-        still occupy the backend.
-        """
-        if not self.indexed:
-            return False
-        freed = self._delete_left(needed)
-        while freed < needed and not self.calls.any_blocks("delete"):
-            lacking = needed - freed
-            victims = self.states.victims(lacking) if self.catalogue.may_free(lacking) else None
-            if not victims:
-                if self._relist_if_old():
-                    continue  # others' blocks may be evicted, too
-                break
-            bytes_freed, complete = self._evict(victims)
-            # Records take whole units; the backend counts freed bytes without the padding.
-            freed += bytes_freed + (self.backend.unit - 1) * len(victims) if bytes_freed else 0
-            if not complete:
-                break
-        return freed > 0
-
-    def _relist_if_old(self) -> bool:
-        """List a shared backend anew, if that was not done lately; return whether it was done."""
-        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
-        if old:
-            self.relist()
-        return old
-
-    def _delete_left(self, needed: int, space: bytes = b"") -> int:
-        """Delete blocks whose deletion failed before, until ``needed`` bytes are free.
-
-        Of one namespace, or all.
-        """
-        freed = 0
-        while freed < needed and not self.calls.any_blocks("delete"):
-            left = self.states.left(_DELETED_AT_ONCE, space)
-            if not left:
-                break
-            got, complete = self._delete(left)
-            freed += got
-            if not complete:
-                break
-        return freed
-
-    def _evict(self, victims: Deletion) -> tuple[int, bool]:
-        """Delete ``victims`` and record why; see `_delete`."""
-        blocks = victims.blocks
-        self.losses.note(blocks, self.name, "evicted", self.catalogue.policy)
-        self.counters.count(evictions=len(blocks))
-        try:
-            self._evicting(victims)
-        finally:
-            freed, complete = self._delete(victims)
-        return freed, complete
-
-    def give_up(self, blocks: Sequence[bytes], needed: int) -> list[bytes]:
-        """Evict the first of ``blocks`` that together free ``needed`` bytes; return them.
-
-        The caller has held each once. Blocks that others hold, or that are pinned, are skipped.
-        """
-        if self.calls.any_blocks("delete"):
-            return []
-        victims = self.states.victims(needed, of=blocks)
-        gone = victims.blocks
-        if gone:
-            self._evict(victims)
-        return gone
-
-    def _delete(
-        self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
-    ) -> tuple[int, bool]:
-        """Delete the blocks of ``deletion`` and end it; return the bytes freed, whether all went.
-
-        ``proceed`` is called before each 1,000 blocks; False ends the deletion.
-        """
-        freed = 0
-        with deletion:
-            deletion.failed = dict.fromkeys(deletion.blocks)
-            for part, here in self.calls.by_part(deletion.blocks).items():
-                for at in range(0, len(here), _DELETED_AT_ONCE):
-                    piece = here[at : at + _DELETED_AT_ONCE]
-                    if not (proceed() and self.calls.allowed("delete", part)):
-                        continue
-                    with self.calls.to("delete", "delete", part) as call:
-                        freed += self.backend.delete(piece)
-                    if not call.failed:
-                        for block in piece:
-                            del deletion.failed[block]
-        return freed, not deletion.failed
-
-    def _trim_ahead(self, size: int) -> None:
-        """Queue a `_trim` if less than half of the part that is kept free is free."""
-        capacity = self.backend.capacity
-        if capacity is None or self._trimming:
-            return
-        ahead = capacity // _PARTS
-        if ahead >= _RECORDS_AHEAD * size and self.catalogue.total_bytes > capacity - ahead // 2:
-            self._trimming = True
-            if not self.writing.submit(lambda: self._trim(ahead), 0):
-                self._trimming = False
-
-    def _trim(self, ahead: int) -> None:
-        """Evict down to the budget less ``ahead``, in parts, each behind the writes that wait then.
-
-        The bytes are counted anew for each part, so that processes that have a place together evict
-        together what one of them would.
-        """
-        capacity = self.backend.capacity or 0
-        again = False
-        try:
-            used: int | None = None
-            with self.calls.to("used"):
-                used = self.backend.used()
-            over = (self.catalogue.total_bytes if used is None else used) + ahead - capacity
-            again = over > 0 and self.make_room(min(over, max(1, capacity // _PARTS)))
-        finally:
-            self._trimming = again and self.writing.submit(lambda: self._trim(ahead), 0)
-
     # --- removal ---------------------------------------------------------------------------------
 
     def remove(
         self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
     ) -> tuple[int, bool]:
-        """Delete blocks by request, behind the writes that run; see `_delete`.
+        """Delete blocks by request, behind the writes that run; see `TierRoom.delete`.
 
         Those that may be left are not found until they are written anew.
         """
         deletion.wait(None)
         self.calls.report_hung("delete")
-        return self._delete(deletion, proceed)
+        return self.room.delete(deletion, proceed)
 
     def clear(
         self, space: bytes, number: int, proceed: Callable[[], bool] = lambda: True
     ) -> tuple[int, bool]:
-        """Delete the blocks of a clearance (`BlockStates.clear`); see `_delete`.
+        """Delete the blocks of a clearance (`BlockStates.clear`); see `TierRoom.delete`.
 
         ``proceed`` is called for each record that is listed, too. If any may be left, the namespace
         stays cleared.
@@ -744,7 +581,7 @@ class Tier:
         self.losses.note(here, self.name, "removed", "cleared")
         deletion = self.states.delete_cleared(here, space, number)
         complete &= deletion.wait(self.timeout)
-        freed, gone = self._delete(deletion, proceed)
+        freed, gone = self.room.delete(deletion, proceed)
         if complete:  # those that are left are not found by themselves
             complete = self.states.reveal(space, number)
         return freed, complete and gone
@@ -760,8 +597,7 @@ class Tier:
     def _list_first(self) -> None:
         self.relist()
         if self.listed:
-            self._trimming = True
-            self.writing.submit(lambda: self._trim(0), 0)
+            self.room.trim(0)
 
     def relist(self) -> None:
         """List the backend into the catalogue; others may have written or deleted there.
@@ -787,6 +623,13 @@ class Tier:
         if self.listed:
             self.compare()
 
+    def _relist_if_old(self) -> bool:
+        """List a shared backend anew, if that was not done lately; return whether it was done."""
+        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
+        if old:
+            self.relist()
+        return old
+
     def _records(self) -> Iterator[Listed]:
         # An exception of this generator's consumer never reaches the `with` statement.
         with self.calls.to("list", "list") as call:
@@ -800,7 +643,7 @@ class Tier:
         budget = self.backend.capacity or 0
         for item in self._records():
             if item.size > budget:
-                self._evict(self.states.delete([item.block], idle=True))
+                self.room.evict(self.states.delete([item.block], idle=True))
             else:
                 yield item
 
@@ -851,7 +694,7 @@ class Tier:
             self.relist()
         while old := self.catalogue.expired():
             self.losses.note(old, self.name, "removed", "ttl")
-            self._delete(self.states.delete(old, idle=True))
+            self.room.delete(self.states.delete(old, idle=True))
 
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
