@@ -111,16 +111,17 @@ class TierWrites:
     def make_room(self, block: bytes, needed: int) -> bool:
         """Evict blocks behind ``block``, last ones first, for ``needed`` bytes; False if too few.
 
-        Waits for running writes of them, for the tier's timeout at most. If one of those ended, the
-        answer is True, too: a write that failed gives its room back. Blocks that are pinned, or
-        that others hold, stay. Those behind the first of them, or behind ``block`` if there are too
-        few, are not written any more.
+        Waits for running writes of them, for the tier's timeout at most. If one of those ended,
+        none is evicted, and the answer is True: one that failed gave its room back, so less may be
+        needed. Blocks that are pinned, or that others hold, stay. Those behind the first of them,
+        or behind ``block`` if there are too few, are not written any more.
         """
         with self._changed:
             at = self._position(block)
             running = {other for other in self._running if self._position(other) > at}
             self._changed.wait_for(lambda: not running & self._running, self._backend.timeout)
-            ended = len(running - self._running) > 0
+            if running - self._running:
+                return True
             behind = [
                 other
                 for other in self._held
@@ -133,7 +134,7 @@ class TierWrites:
                 self._held.pop(other, None)
             stop = self._position(gone[-1]) - 1 if gone else at
             self._stop = stop if self._stop is None else min(stop, self._stop)
-        return ended or len(gone) > 0
+        return len(gone) > 0
 
     def _position(self, block: bytes) -> int:
         if not self._positions:
