@@ -97,6 +97,7 @@ class TierRoom:
                 return False
 
     def free(self, block: bytes, size: int) -> None:
+        """Undo one `reserve`: the record is counted now, or was not written."""
         space = block[:SPACE_BYTES]
         with self._lock:
             rest = self._coming.pop(space) - size
