@@ -61,5 +61,5 @@ def test_four_blocks_through_a_store(recorder, tmp_path):
         assert store.get([7, *prompt[1:]])[1] == len(prompt)
         with recorder.way() as read:
             assert store.get(prompt)[1] == len(prompt)
-    assert put.within(files=44, calls=1_550, objects=75), put
-    assert read.within(files=41, calls=1_250, objects=45), read
+    assert put.within(files=43, calls=980, objects=56), put
+    assert read.within(files=38, calls=880, objects=44), read

@@ -389,7 +389,7 @@ def test_memory_and_pins_come_back(url: str) -> None:
             store.prefetch(tokens).cancel()
             store.unpin(tokens)
         quiet(store)
-        store._tiered._reader._prefetching.wait(10)
+        store._tiered._reader.prefetching.wait(10)
         assert store.stats().tiers[0].pinned_bytes == 0
         assert store._tiered.memory.backend.leased == 0
         assert not store._tiered._reader._reads

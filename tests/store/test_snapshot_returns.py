@@ -33,7 +33,7 @@ def needed(store: KVStore, tokens: Sequence[int]) -> set[bytes]:
             begin, stop = block * SIZE, min(count, (block + 1) * SIZE)
             cut = names.window_piece(number, max(begin, first), stop).id
             whole = names.window_piece(number, begin, stop).id
-            found.add(whole if store._tiered.knows(whole) else cut)
+            found.add(whole if store._tiered.known([whole]) else cut)
     if forms.states is not None:
         found.add(names.state(count))
     return found
@@ -57,7 +57,7 @@ def test_all_that_the_next_prompt_may_read_waits_for_it(
             records = needed(store, text[:end])
             assert records
             for record in records:
-                assert store._tiered.knows(record)
+                assert store._tiered.known([record])
                 wait, _ = waits.best(record)
                 assert wait is not None
                 assert wait.turns, "a wait of this conversation, not of a request that runs"

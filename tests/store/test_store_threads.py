@@ -182,7 +182,7 @@ def test_eight_threads_on_a_small_store(policy: Any, quotas: Any, tmp_path: Path
     assert stats.tiers[0].counters["evictions"] > 0, "the store was too large for this test"
     assert all(tier.breaker == "closed" for tier in stats.tiers)
     assert all(tier.counters["damaged"] == 0 for tier in stats.tiers)
-    store._tiered._reader._prefetching.wait(20)
+    store._tiered._reader.prefetching.wait(20)
     quiet(store)
     store.check()
     assert store._tiered.memory.backend.leased == 0, "a lease was not given back"

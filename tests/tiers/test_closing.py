@@ -47,7 +47,7 @@ def test_no_thread_outlives_the_close_of_healthy_tiers(
         assert threads_of(*names_of(store))
         assert store.close()
         assert threads_of(*names_of(store)) == []
-        assert store._reader._prefetching.wait(0.0)
+        assert store._reader.prefetching.wait(0.0)
         assert handle.done
         assert not store._reader._reads
     assert not caplog.records, caplog.text

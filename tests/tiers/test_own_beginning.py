@@ -11,8 +11,9 @@ from tier_bench import PAGE, RAW, Bench, content, get, name, put, save, settle, 
 from kvkeep.core.eviction import LRU
 from kvkeep.store.tiers import Exclusive, Inclusive, Tier, TieredStore
 from kvkeep.store.tiers.index import Index
-from kvkeep.store.tiers.moves import TierWrites
+from kvkeep.store.tiers.prompt_writes import TierWrites
 from kvkeep.store.tiers.states import BlockStates, Operation
+from kvkeep.store.tiers.tier_room import TierRoom
 
 
 def written_one_by_one(store: TieredStore, tier: Tier, numbers: range) -> None:
@@ -98,11 +99,11 @@ def test_a_quota_of_one_block_is_for_the_first(
     store = bench.store(32, bench.spec(place, writers=2))
     tier = store.tiers[0]
     tier.catalogue.set_quota(name(0)[:16], PAGE)
-    reserve, attempt, end = Tier._reserve_quota, Tier._attempt, BlockStates.end
+    reserve, attempt, end = TierRoom.reserve, Tier._attempt, BlockStates.end
     make_room = TierWrites.make_room
     second, refused = threading.Event(), threading.Event()
 
-    def reserved(self: Tier, block: bytes, size: int, prompt: TierWrites | None) -> bool:
+    def reserved(self: TierRoom, block: bytes, size: int, prompt: TierWrites | None) -> bool:
         assert block == name(1) or second.wait(10)
         return reserve(self, block, size, prompt)
 
@@ -124,7 +125,7 @@ def test_a_quota_of_one_block_is_for_the_first(
             time.sleep(0.05)
         end(self, operation, **result)
 
-    monkeypatch.setattr(Tier, "_reserve_quota", reserved)
+    monkeypatch.setattr(TierRoom, "reserve", reserved)
     monkeypatch.setattr(Tier, "_attempt", attempted)
     monkeypatch.setattr(TierWrites, "make_room", noted)
     monkeypatch.setattr(BlockStates, "end", ended)

@@ -156,7 +156,7 @@ def test_what_no_place_gives_ends_the_prefix(bench: Bench) -> None:
     assert get(store, range(8)) == 5
     assert [tier.counters.misses for tier in store.tiers] == [1, 1]
     settle(store)
-    assert not store.knows(name(5)), "both were asked, and know now"
+    assert not store.known([name(5)]), "both were asked, and know now"
     assert put(store, range(8), wait=20).kept == [5]
     assert get(store, range(8)) == 8
 

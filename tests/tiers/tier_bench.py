@@ -186,7 +186,7 @@ class Bench:
 
 def settle(store: TieredStore) -> None:
     """Wait until nothing is on its way."""
-    assert store._reader._prefetching.wait(20)
+    assert store._reader.prefetching.wait(20)
     until(lambda: not any(tier.states.deleting for tier in store.tiers), 20)
     for _ in range(3):  # what lands may be written, and what is written may demote
         for tier in store.tiers:

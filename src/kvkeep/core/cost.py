@@ -261,7 +261,7 @@ class OnlineFit:
 
     def _add(self, row: Row, seconds: float) -> bool:
         """Add an observation; return whether it is the first of its size."""
-        size = tuple(math.frexp(value)[1] for value in row)  # the power of two of each term
+        size = tuple([math.frexp(value)[1] for value in row])  # the power of two of each term
         is_new = size not in self._cells
         self._cells.setdefault(size, deque(maxlen=_A_CELL)).append((row, seconds))
         self._cells.move_to_end(size)
@@ -274,17 +274,21 @@ class OnlineFit:
         """Whether a term of ``row`` has a coefficient: other rows may all have lacked it."""
         return _dot(self._shape, row) > _EXPLAINED * seconds
 
+    def _expected(self) -> list[tuple[float, float, float]]:
+        """Return of recent observations the expected seconds, the least that explain, and those."""
+        return [
+            (_dot(self._shape, row), _EXPLAINED * seconds, seconds) for row, seconds in self._recent
+        ]
+
     def _measure(self) -> None:
         """Set pace and error by the last observations."""
-        newest = list(self._recent)[-_TURNED:]
-        if len(newest) == _TURNED and not any(self._explains(*each) for each in newest):
+        pairs = self._expected()
+        newest = pairs[-_TURNED:]
+        if len(newest) == _TURNED and all(expected <= least for expected, least, _ in newest):
             # Another place, network or disk: too slow to be taken for a pace.
-            self._begin_anew(newest)
-        ratios = [
-            math.log(seconds / _dot(self._shape, row))
-            for row, seconds in self._recent
-            if self._explains(row, seconds)
-        ]
+            self._begin_anew(list(self._recent)[-_TURNED:])
+            pairs = self._expected()
+        ratios = [math.log(took / expected) for expected, least, took in pairs if expected > least]
         if not ratios:
             self._pace = self.error = 1.0
             return

@@ -233,7 +233,7 @@ class BlockStore(Store):
                 if count == len(blocks):
                     return count
             if count == before:
-                if not self._tiered.knows(blocks[count]):
+                if not self._tiered.known(blocks[count : count + 1]):
                     return count
                 count += 1
         return count
@@ -241,19 +241,13 @@ class BlockStore(Store):
     def unknown(self, keys: Sequence[bytes]) -> list[int]:
         """Return the positions of ``keys`` not known to be stored: what `write` would store.
 
-        Cost: as `knows`, and up to a microsecond for each unknown key.
+        Cost: as `knows`, and up to a microsecond for each key behind the first that is unknown.
         """
         keys = listed("keys", keys, "keys of 32 bytes")
-        positions: list[int] = []
-        at = self.knows(keys)
-        while at < len(keys):
-            block = self._space + keys[at]
-            if self._tiered.knows(block):
-                at += self.knows(keys[at : at + 64])  # few are known behind a gap
-            else:
-                positions.append(at)
-                at += 1
-        return positions
+        first = self.knows(keys)
+        rest = self._named(keys[first:])
+        known = self._tiered.known(rest)
+        return [at for at, block in enumerate(rest, first) if block not in known]
 
     def sources(self, keys: Sequence[bytes]) -> list[tuple[int, str]]:
         """Return the tiers that ``keys`` would be read from, in runs: the end of each, and a name.

@@ -424,14 +424,14 @@ class PositionFinder:
         """Whether a state or window is known to end at ``tokens``: every position has one."""
         names = self._names
         if names.forms.states is not None:
-            return self._tiered.knows(names.state(tokens))
+            return bool(self._tiered.known([names.state(tokens)]))
         ids = [names.window(0, tokens)]
         ids += [
             names.window(0, stop, start % names.size)
             for start, stop in names.spans(0, tokens)
             if stop == tokens and start % names.size
         ]
-        return any(map(self._tiered.knows, ids))
+        return bool(self._tiered.known(ids))
 
     def _window(self, group: int, tokens: int) -> list[PositionPiece] | int:
         """Return a window's records of a position; of a missing one, its block's first token."""

@@ -230,7 +230,7 @@ class Transfers:
             for start, stop in reversed(spans):
                 begin = start - start % prompt.size
                 whole = prompt.window_piece(group, begin, stop)
-                if begin >= first or self._tiered.knows(whole.id):
+                if begin >= first or self._tiered.known([whole.id]):
                     pieces.append(whole)
                 else:
                     pieces.append(prompt.window_piece(group, start, stop))

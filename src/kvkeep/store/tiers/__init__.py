@@ -8,8 +8,8 @@ tiering.py       decides which tiers hold a block, and its moves
 reading.py       reads prompts, each block once for several requests; block_prefetch.py: the handle
                  of a read in the background
 writing.py       stores prompts
-moves.py         writes blocks to tiers, a prompt's beginning before its end, and moves evicted ones
-                 to a lower tier
+moves.py         writes blocks to tiers, and moves evicted ones to a lower tier;
+                 prompt_writes.py: a prompt's beginning before its end
 loss_log.py      records why blocks were lost
 conversations.py  follows conversations, for policies that order by their returns;
                  block_waits.py: which of them wait at a block
@@ -17,7 +17,8 @@ conversations.py  follows conversations, for policies that order by their return
 One tier:
 
 memory.py        the memory tier, level 0; shared_memory.py: the same for all processes of a node
-tier.py          a lower tier: one backend, with threads and statistics (counters.py)
+tier.py          a lower tier: one backend, with threads and statistics (counters.py);
+                 tier_room.py: makes room there, and deletes
 calls.py         guards backend calls by circuit breakers, turns failures into misses; workers.py
 states.py        what is done with each block now; notes.py: descriptions of namespaces
 index.py         which blocks it has, and their eviction order; cold_blocks.py: many in little

@@ -35,15 +35,16 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
+from kvkeep.store.backends import Backend
 from kvkeep.store.tiers.loss_log import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from kvkeep.store.backends import Backend
+    from kvkeep.store.backends import Room
     from kvkeep.store.tiers.counters import TierCounters
     from kvkeep.store.tiers.loss_log import LossKind
 
@@ -63,9 +64,6 @@ _WORST: tuple[State, ...] = ("closed", "trying", "open")
 _LONGEST_PAUSE_S = 60.0
 _MOST_FAILING = 2048  # breakers; nodes of a cluster come and go
 _GONE_S = 120.0  # seconds without a call after which a failed part counts as gone
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -113,8 +111,9 @@ class BackendCalls:
         """Calls that have not returned yet."""
         self.to = partial(BackendCall, self)
         """The guard for one call: its method, and the kind of its breaker, None for no breaker."""
-        self._lock = threading.Lock()  # of `_failing`
-        self._failing: dict[tuple[Kind, str], _Breaker] = {}  # the others are closed
+        self._lock = threading.Lock()  # of `failing`
+        self.failing: dict[tuple[Kind, str], _Breaker] = {}
+        """The breakers of calls that failed; the others are closed."""
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -123,10 +122,10 @@ class BackendCalls:
 
         Report the outcome if so; `BackendCall` does.
         """
-        if not self._failing:
+        if not self.failing:
             return True
         with self._lock:
-            breaker = self._failing.get((kind, part))
+            breaker = self.failing.get((kind, part))
             if breaker is None or breaker.until is None:
                 return True
             now = time.monotonic()
@@ -135,10 +134,14 @@ class BackendCalls:
                 breaker.until = now + breaker.pause  # this trial may hang: then allow another
                 return True
         self.counters.count(skipped_calls=1)
+        if kind in _READING:
+            self.note_failure("unavailable", "breaker")
         return False
 
     def by_part(self, blocks: Sequence[bytes]) -> dict[str, list[bytes]]:
         """Group ``blocks`` by the part of the backend that holds them."""
+        if type(self.backend).part is Backend.part:
+            return {"": list(blocks)} if blocks else {}
         parts: dict[str, list[bytes]] = {}
         for block in blocks:
             parts.setdefault(self.backend.part(block), []).append(block)
@@ -169,19 +172,19 @@ class BackendCalls:
 
     def succeeded(self, kind: Kind, part: str = "") -> None:
         """Record that such a call succeeded."""
-        if not self._failing:
+        if not self.failing:
             return
         with self._lock:
-            breaker = self._failing.pop((kind, part), None)
+            breaker = self.failing.pop((kind, part), None)
         if breaker is not None and breaker.until is not None:
             _LOG.info("tier %s: circuit breaker closed", self._named(kind, part))
 
     def undecided(self, kind: Kind, part: str = "") -> None:
         """Record a call that showed neither success nor failure: the next call is the trial."""
-        if not self._failing:
+        if not self.failing:
             return
         with self._lock:
-            breaker = self._failing.get((kind, part))
+            breaker = self.failing.get((kind, part))
             if breaker is not None and breaker.trying:
                 breaker.trying = False
                 breaker.until = time.monotonic()
@@ -190,11 +193,11 @@ class BackendCalls:
         """Record that such a call failed, or took too long."""
         with self._lock:
             now = time.monotonic()
-            breaker = self._failing.get((kind, part))
+            breaker = self.failing.get((kind, part))
             if breaker is None:
-                if len(self._failing) >= _MOST_FAILING:
-                    self._failing.pop(next(iter(self._failing)))
-                breaker = self._failing[kind, part] = _Breaker(self.pause)
+                if len(self.failing) >= _MOST_FAILING:
+                    self.failing.pop(next(iter(self.failing)))
+                breaker = self.failing[kind, part] = _Breaker(self.pause)
             breaker.failures += 1
             if breaker.until is not None:
                 if not breaker.trying and now < breaker.until:
@@ -217,18 +220,18 @@ class BackendCalls:
     @property
     def quiet(self) -> bool:
         """Whether no call is running and none failed: the fast path of checks."""
-        return not (self.running or self._failing)
+        return not (self.running or self.failing)
 
     def blocks(self, kind: Kind, part: str = "") -> bool:
         """Whether such a call is not allowed now."""
-        breaker = self._failing.get((kind, part)) if self._failing else None
+        breaker = self.failing.get((kind, part)) if self.failing else None
         until = None if breaker is None else breaker.until
         return until is not None and time.monotonic() < until
 
     def any_blocks(self, *kinds: Kind) -> bool:
         """Whether any of these kinds of call is not allowed to some part now."""
-        return bool(self._failing) and any(
-            kind in kinds and self.blocks(kind, part) for kind, part in list(self._failing)
+        return bool(self.failing) and any(
+            kind in kinds and self.blocks(kind, part) for kind, part in list(self.failing)
         )
 
     @property
@@ -251,10 +254,10 @@ class BackendCalls:
         """Return the states of failing calls; forget those of parts that are called no more."""
         with self._lock:
             now = time.monotonic()
-            for mark, breaker in list(self._failing.items()):
+            for mark, breaker in list(self.failing.items()):
                 if mark[1] and breaker.until is not None and now - breaker.until > _GONE_S:
-                    del self._failing[mark]  # a node that left its cluster, say
-            return [(mark, breaker.state) for mark, breaker in self._failing.items()]
+                    del self.failing[mark]  # a node that left its cluster, say
+            return [(mark, breaker.state) for mark, breaker in self.failing.items()]
 
 
 class BackendCall:
@@ -284,12 +287,12 @@ class BackendCall:
         self.due = self._started = 0.0
         self._ours: BaseException | None = None
 
-    def callback(self, function: Callable[P, R]) -> Callable[P, R]:
+    def callback(self, room: Room) -> Room:
         """Wrap a callback for the backend, so that its exceptions pass unchanged."""
 
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(size: int) -> memoryview:
             try:
-                return function(*args, **kwargs)
+                return room(size)
             except BaseException as error:
                 self._ours = error
                 raise

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
-from itertools import count, takewhile
-from operator import is_not
 from typing import TYPE_CHECKING
 
 from kvkeep.store.tiers.loss_log import Loss
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LevelPins", "Levels"]
 
 _PROBES = (1, 16, 64, 256)  # blocks per query: few at first, because most prompts are missing
-_IS_LEVEL = partial(is_not, None)
 _NEVER = Loss("", "never", None, "")
 
 
@@ -40,7 +36,7 @@ class Levels:
         tiers: Sequence[Tier],
         planner: Planner,
         losses: LossLog,
-        using: Callable[[Sequence[bytes], bool], object] = lambda _blocks, _stored: None,
+        using: Callable[[Sequence[bytes], bool], object],
     ) -> None:
         self.memory = memory
         self.planner = planner
@@ -51,16 +47,13 @@ class Levels:
         self.mixed = len({tier.codec.exact for tier in tiers}) == 2
         """Whether some tiers are exact and others are not."""
 
-    def tier(self, level: int) -> Tier:
-        """Return the tier at ``level``, 1 or lower."""
-        return self.tiers[level - 1]
-
-    def level_of(self, block: bytes) -> int | None:
-        """Return the fastest level known to serve ``block`` now, None for none; no I/O."""
-        return self._serving([block])[0]
+    def known(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that a level is known to serve now; no I/O."""
+        known = {block for block in blocks if block in self.memory}
+        return known.union(*[tier.serving(blocks) for tier in self.tiers])
 
     def _serving(self, blocks: Sequence[bytes]) -> list[int | None]:
-        """Return `level_of` of each of ``blocks``."""
+        """Return the fastest level known to serve each of ``blocks`` now, None for none."""
         below: dict[bytes, int] = {}
         for level in range(len(self.tiers), 0, -1):
             below.update(dict.fromkeys(self.tiers[level - 1].serving(blocks), level))
@@ -74,13 +67,13 @@ class Levels:
             lease.release()
             if length != raw_bytes:
                 return True
-        return any(tier.known([block]) and not tier.fits(block, raw_bytes) for tier in self.tiers)
+        return any(not tier.fits(block, raw_bytes) and tier.known([block]) for tier in self.tiers)
 
-    def holders(self, block: bytes) -> list[int]:
-        """Return all levels known to hold ``block``, fastest first; no I/O."""
-        levels = [0] if block in self.memory else []
-        below = enumerate(self.tiers, start=1)
-        return levels + [level for level, tier in below if tier.known([block])]
+    def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
+        """Return all levels known to hold each of ``blocks``, fastest first; no I/O."""
+        known = [{block for block in blocks if block in self.memory}]
+        known += [tier.known(blocks) for tier in self.tiers]
+        return [[level for level, here in enumerate(known) if block in here] for block in blocks]
 
     def locate(self, blocks: Sequence[bytes], until: float | None = None) -> list[int]:
         """Return the level of each leading block, up to the first that is missing.
@@ -88,13 +81,14 @@ class Levels:
         Tiers that may hold unknown blocks are queried, until ``until`` (monotonic seconds) at most.
         """
         levels = [0] * self.memory.catalogue.leading(blocks)
-        for part in count():
-            at = len(levels)
-            some = blocks[at : at + _PROBES[min(part, len(_PROBES) - 1)]]
-            there = self.locate_each(some, until)
-            levels += [level for level in takewhile(_IS_LEVEL, there) if level is not None]
-            if len(levels) < at + len(some) or len(levels) == len(blocks):
-                break
+        sizes, end = iter(_PROBES), len(levels)
+        while len(levels) == end < len(blocks):  # so far, no block is missing
+            some = blocks[end : end + next(sizes, _PROBES[-1])]
+            end += len(some)
+            for level in self.locate_each(some, until):
+                if level is None:
+                    break
+                levels.append(level)
         for tier in self.tiers:
             if not tier.queried and tier.calls.any_blocks("read", "lookup"):
                 tier.counters.count(skipped_calls=1)
@@ -127,35 +121,40 @@ class Levels:
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None) -> list[Loss | None]:
         """Return what happened to each block, None where it can be read; see `TieredStore`."""
-        healthy: list[Tier] = []
-        failing: list[tuple[Tier, Loss]] = []
-        for tier in self.tiers:
-            trouble = tier.trouble(since)
-            if trouble is None:
-                healthy.append(tier)
-            else:
-                failing.append((tier, trouble))
-        return [self._loss(block, healthy, failing) for block in blocks]
+        known = {tier: tier.known(blocks) for tier in self.tiers}
+        troubles = {tier: tier.trouble(since) for tier in self.tiers}
+        failing = [(tier, trouble) for tier, trouble in troubles.items() if trouble is not None]
+        readable = {block for block in blocks if block in self.memory}
+        readable.update(*[known[tier] for tier in self.tiers if troubles[tier] is None])
+        return [
+            None
+            if block in readable
+            else self._trouble(block, failing, known) or self._expired(block)
+            or self.losses.of(block) or _NEVER
+            for block in blocks
+        ]  # fmt: skip
 
-    def _loss(
-        self, block: bytes, healthy: list[Tier], failing: list[tuple[Tier, Loss]]
+    def _trouble(
+        self, block: bytes, failing: list[tuple[Tier, Loss]], known: dict[Tier, set[bytes]]
     ) -> Loss | None:
-        if block in self.memory or any(tier.known([block]) for tier in healthy):
-            return None
+        """Return why a block that a tier may have cannot be read there now."""
         last = self.losses.of(block)
         for tier, trouble in failing:
             if trouble.detail == "breaker" and not tier.unreadable(block):
                 continue  # the breaker of another part of the backend is open
             # A tier that lost the block itself does not have it, whether it answers or not.
-            lost_here = last is not None and last.tier == tier.name and not tier.known([block])
+            lost_here = last is not None and last.tier == tier.name and block not in known[tier]
             if (tier.may_have(block) or not tier.listed) and not lost_here:
                 return trouble
+        return None
+
+    def _expired(self, block: bytes) -> Loss | None:
         places: tuple[FrontMemory | Tier, ...] = (self.memory, *self.tiers)
         for place in places:
             ended = place.catalogue.expired_at(block)
             if ended is not None:
                 return Loss(place.name, "removed", ended, "ttl")
-        return last or _NEVER
+        return None
 
     def used(self, blocks: Sequence[bytes], *, stored: bool = False) -> None:
         """Record in every level that a prompt used ``blocks``; ``stored``: it was put.
@@ -176,23 +175,15 @@ class LevelPins:
     """
 
     def __init__(self, levels: Levels) -> None:
-        self._levels = levels
-
-    @property
-    def _catalogues(self) -> list[FrontOrder]:
-        return [order for order, _ in self._places()]
-
-    def _places(self) -> list[tuple[FrontOrder, int]]:
-        """Return the catalogue of each level, and the level's size in bytes."""
-        memory = self._levels.memory
-        places: list[tuple[FrontOrder, int]] = [(memory.catalogue, memory.capacity)]
-        places += [(one.catalogue, one.backend.capacity or 0) for one in self._levels.tiers]
-        return places
+        memory = levels.memory
+        # The catalogue of each level, and the level's size in bytes.
+        self._places: list[tuple[FrontOrder, int]] = [(memory.catalogue, memory.capacity)]
+        self._places += [(tier.catalogue, tier.backend.capacity or 0) for tier in levels.tiers]
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
         """Pin ``blocks`` in order; return how many leading ones are pinned."""
         pinned: set[bytes] = set()
-        for catalogue, size in self._places():
+        for catalogue, size in self._places:
             pinned.update(catalogue.pin(blocks, seconds, size // 2))
         return next((at for at, block in enumerate(blocks) if block not in pinned), len(blocks))
 
@@ -201,7 +192,7 @@ class LevelPins:
 
         Returns how many leading blocks could be pinned.
         """
-        before = [(catalogue, catalogue.pin_ends(blocks)) for catalogue in self._catalogues]
+        before = [(catalogue, catalogue.pin_ends(blocks)) for catalogue, _ in self._places]
         count = self.pin(blocks, seconds)
         if count < len(blocks):
             for catalogue, ends in before:
@@ -210,8 +201,8 @@ class LevelPins:
 
     def unpin(self, blocks: Sequence[bytes]) -> int:
         """Allow ``blocks`` to be evicted again; return how many were pinned in some level."""
-        return len({block for one in self._catalogues for block in one.unpin(blocks)})
+        return len({block for one, _ in self._places for block in one.unpin(blocks)})
 
     def pinned(self, blocks: Sequence[bytes]) -> set[bytes]:
         """Return those of ``blocks`` that are pinned in some level."""
-        return {block for one in self._catalogues for block in one.pin_ends(blocks)}
+        return {block for one, _ in self._places for block in one.pin_ends(blocks)}

@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvkeep.core.errors import BackendFailed
-from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.tiers.record import EXACT, HEADER_BYTES, origin
 
 if TYPE_CHECKING:
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends.memory import Lease
     from kvkeep.store.tiers.levels import Levels
+    from kvkeep.store.tiers.prompt_writes import TierWrites
     from kvkeep.store.tiers.shared_memory import FrontMemory
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier import Tier
 
-__all__ = ["Moves", "PromptWrites", "TierWrites", "left_until"]
+__all__ = ["Moves", "PromptWrites", "left_until"]
 
 _LOG = logging.getLogger("kvkeep.tiers")
 _PIECE_BLOCKS = 8  # that one writer writes one after another, at most …
@@ -120,12 +121,14 @@ class Moves:
             operations = tier.states.queue(wanted, then, again, held=prompt is not None)
             pieces = self._pieces(tier, operations, leases, prompt)
         finally:
-            self.memory.release_all(list(leases.values()))
+            if leases:
+                self.memory.release_all(list(leases.values()))
         failing = set(tier.unwritable([operation.block for operation in operations]))
         try:
             while pieces and failing.isdisjoint(pieces[0].blocks):
                 piece = pieces[0]
-                if not tier.writing.submit(piece.run, piece.cost, left_until(until), piece.drop):
+                cost = sum([len(lease.record) for lease in piece.leases])
+                if not tier.writing.submit(piece.run, cost, left_until(until), piece.drop):
                     break
                 del pieces[0]
         finally:  # also if Ctrl-C ended the wait
@@ -142,21 +145,20 @@ class Moves:
         prompt: TierWrites | None,
     ) -> list[_Piece]:
         """Divide writes among the writers; ``leases`` of their blocks are taken out."""
-        pieces: list[_Piece] = []
-        most = min(_PIECE_BLOCKS, -(-len(operations) // tier.options.writers))
-        room = min(_PIECE_BYTES, tier.writing.limit // _PIECE_BLOCKS)
-        for operation in operations:
-            lease = leases.pop(operation.block)
-            size = len(lease.record)
-            last = pieces[-1] if pieces else None
-            if last is None or len(last.operations) == most or last.cost + size > room:
-                last = _Piece(self.memory, tier, prompt)
-                pieces.append(last)
-            last.add(operation, lease, size)
+        if not operations:
+            return []
+        blocks = [operation.block for operation in operations]
+        mine = [leases.pop(block) for block in blocks]
+        largest = max(len(lease.record) for lease in mine)
+        room = min(_PIECE_BYTES, tier.writing.limit // _PIECE_BLOCKS) // largest
+        most = max(1, min(_PIECE_BLOCKS, -(-len(blocks) // tier.options.writers), room))
         held: list[bytes] = []
-        self.memory.catalogue.hold([operation.block for operation in operations], held)
-        for piece in pieces:
-            piece.held = held if len(pieces) == 1 else [one for one in held if one in piece.blocks]
+        self.memory.catalogue.hold(blocks, held)
+        pieces: list[_Piece] = []
+        for at in range(0, len(blocks), most):
+            end = at + most
+            of = held[at:end] if held == blocks else [b for b in blocks[at:end] if b in held]
+            pieces.append(_Piece(self.memory, tier, operations[at:end], mine[at:end], of, prompt))
         return pieces
 
     def _write_again(self, tier: Tier, then: Callable[[bytes, bool], object], block: bytes) -> None:
@@ -242,7 +244,8 @@ class Moves:
             return first
         below = self.tiers[level - 1 :]
         try:
-            return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
+            exact = origin(lease.record) == EXACT
+            return next((tier for tier in below if exact or not tier.codec.exact), None)
         finally:
             lease.release()
 
@@ -324,29 +327,23 @@ class Moves:
         return over
 
 
+@dataclass(slots=True)
 class _Piece:
     """Writes of a few blocks to one tier, one after another in one of its writers.
 
     Memory keeps the blocks until its end. Then each write has ended, too.
     """
 
-    __slots__ = ("blocks", "cost", "held", "leases", "memory", "operations", "prompt", "tier")
+    memory: FrontMemory
+    tier: Tier
+    operations: Sequence[Operation]
+    leases: Sequence[Lease]
+    held: Sequence[bytes]
+    prompt: TierWrites | None
 
-    def __init__(self, memory: FrontMemory, tier: Tier, prompt: TierWrites | None) -> None:
-        self.memory = memory
-        self.tier = tier
-        self.prompt = prompt
-        self.cost = 0
-        self.blocks: dict[bytes, None] = {}
-        self.operations: list[Operation] = []
-        self.leases: list[Lease] = []
-        self.held: list[bytes] = []
-
-    def add(self, operation: Operation, lease: Lease, size: int) -> None:
-        self.blocks[operation.block] = None
-        self.operations.append(operation)
-        self.leases.append(lease)
-        self.cost += size
+    @property
+    def blocks(self) -> list[bytes]:
+        return [operation.block for operation in self.operations]
 
     def run(self) -> None:
         try:
@@ -355,7 +352,7 @@ class _Piece:
             self._free()
 
     def drop(self) -> None:
-        self.tier.refused([*self.blocks])
+        self.tier.refused(self.blocks)
         self._free()
         for operation in self.operations:
             self.tier.states.end(operation, saved=False)
@@ -387,7 +384,7 @@ class PromptWrites:
         """
         for tier in self._moves.tiers:
             if tier.name not in self._writes:
-                self._writes[tier.name] = TierWrites(tier, self._blocks)
+                self._writes[tier.name] = tier.prompt(self._blocks)
 
     def write(self, tier: Tier, blocks: Sequence[bytes], until: float) -> set[bytes]:
         """Queue the writes of ``blocks`` from memory to ``tier``; see `Moves.write`."""
@@ -402,117 +399,6 @@ class PromptWrites:
     def __exit__(self, *_: object) -> None:
         for writes in self._writes.values():
             writes.end()
-
-
-class TierWrites:
-    """The writes of a prompt's blocks to one tier.
-
-    The tier's writers work in parallel, so a later block may take the room that an earlier one
-    needs: that one waits for the running writes of later blocks and takes their room
-    (`make_room`). Behind a block for which there is no room, none is written. At the end the
-    prompt's order is recorded in the tier (`Tier.reorder`).
-
-    Thread safety: all methods.
-    """
-
-    def __init__(self, tier: Tier, blocks: Sequence[bytes]) -> None:
-        self._tier = tier
-        self._blocks = blocks
-        self._changed = threading.Condition()
-        self._added = 0
-        self._unended = 1  # writes, and the request itself
-        self._stop: int | None = None  # no block behind this position is written
-        self._running: set[bytes] = set()
-        self._positions: dict[bytes, int] = {}  # of the blocks; made when they are needed
-        self._held: dict[bytes, None] = {}
-        # Only as many as fit: holding more would leave no room for the first blocks.
-        fits = tier.catalogue.fits(blocks[0][:SPACE_BYTES]) if blocks else 0
-        held: list[bytes] = []
-        try:
-            tier.catalogue.hold(blocks[:fits], held)
-        finally:
-            self._held.update(dict.fromkeys(held))
-
-    def add(self, blocks: Sequence[bytes]) -> None:
-        """Hold ``blocks``, and register their writes; call `ended` at the end of each."""
-        with self._changed:
-            self._added += len(blocks)
-            self._unended += len(blocks)
-            new = [block for block in blocks if block not in self._held]
-            self._held.update(dict.fromkeys(new))
-            self._tier.catalogue.hold_ahead(new)
-
-    def end(self) -> None:
-        """End the request; at the end of the last write, hold nothing any more."""
-        with self._changed:
-            self._unended -= 1
-            over = not self._unended
-        if over:
-            self._free()
-
-    def _free(self) -> None:
-        held, self._held = self._held, {}
-        try:
-            if self._added > 1:
-                self._tier.reorder(self._blocks)
-        finally:
-            self._tier.catalogue.free(held)
-
-    # --- called by writers -----------------------------------------------------------------------
-
-    def start(self, block: bytes) -> bool:
-        """Begin a write; False if there was no room for an earlier block, so it is of no use."""
-        with self._changed:
-            self._running.add(block)
-            return self._stop is None or self._position(block) <= self._stop
-
-    def finish(self, block: bytes) -> None:
-        """End what `start` began; the write has ended in `BlockStates`."""
-        with self._changed:
-            self._running.discard(block)
-            self._changed.notify_all()
-
-    def ended(self, block: bytes, saved: bool) -> None:
-        """End a write, run or not."""
-        with self._changed:
-            if not saved and self._held.pop(block, block) is None:
-                self._tier.catalogue.free([block])
-            self._unended -= 1
-            over = not self._unended
-        if over:
-            self._free()
-
-    def make_room(self, block: bytes, needed: int) -> bool:
-        """Evict blocks behind ``block``, last ones first, for ``needed`` bytes; False if too few.
-
-        Waits for running writes of them, for the tier's timeout at most. If one of those ended, the
-        answer is True, too: a write that failed gives its room back. Blocks that are pinned, or
-        that others hold, stay. Those behind the first of them, or behind ``block`` if there are too
-        few, are not written any more.
-        """
-        with self._changed:
-            at = self._position(block)
-            running = {other for other in self._running if self._position(other) > at}
-            self._changed.wait_for(lambda: not running & self._running, self._tier.timeout)
-            ended = len(running - self._running) > 0
-            behind = [
-                other
-                for other in self._held
-                if self._position(other) > at and other not in self._running
-            ]
-            behind.sort(key=self._position, reverse=True)
-        gone = self._tier.give_up(behind, needed)
-        with self._changed:
-            for other in gone:
-                self._held.pop(other, None)
-            stop = self._position(gone[-1]) - 1 if gone else at
-            self._stop = stop if self._stop is None else min(stop, self._stop)
-        return ended or len(gone) > 0
-
-    def _position(self, block: bytes) -> int:
-        if not self._positions:
-            self._positions = {block: at for at, block in enumerate(self._blocks)}
-        return self._positions[block]
 
 
 def _fetch(source: Tier, block: bytes) -> memoryview | None:

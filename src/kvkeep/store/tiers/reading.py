@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core.errors import BackendFailed
 from kvkeep.store.backends.memory import Lease
 from kvkeep.store.codecs import codec_name
-from kvkeep.store.tiers.block_prefetch import BlockPrefetch, PrefetchProgress
 from kvkeep.store.tiers.buffer import SpareBuffers
 from kvkeep.store.tiers.moves import PromptWrites
 from kvkeep.store.tiers.record import BEHIND, EXACT, HEADER_BYTES, origin
@@ -20,7 +19,7 @@ from kvkeep.store.tiers.record_codec import another_length
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvkeep.core.cost import LearnedTransfer
     from kvkeep.store.tiers.moves import Moves
@@ -37,14 +36,14 @@ _REPLACED_KEPT = 64  # replacements remembered for reads that began before them
 
 
 class Reader:
-    """Reads prompts, and prefetches them into memory.
+    """Reads prompts from tiers, in their reader threads.
 
-    Thread safety: all methods. Reads of tiers run in their reader threads, prefetches in four
-    threads of the reader.
+    Thread safety: all methods.
 
     Attributes:
         copies: learns what copies of blocks out of memory take.
         replacements: number of replacements so far; see `replaced_since`.
+        prefetching: threads of `BlockPrefetch`.
     """
 
     def __init__(self, moves: Moves, copies: LearnedTransfer) -> None:
@@ -57,7 +56,7 @@ class Reader:
         self._reads: dict[bytes, SharedRead] = {}
         self._replaced: deque[tuple[int, frozenset[bytes]]] = deque(maxlen=_REPLACED_KEPT)
         self.replacements = 0
-        self._prefetching = Workers("prefetch", 4, 256)
+        self.prefetching = Workers("prefetch", 4, 256)
 
     def prepare(self, raw_bytes: int) -> None:
         """Touch the memory for one prompt's reads of blocks that do not stay in memory."""
@@ -74,9 +73,10 @@ class Reader:
     ) -> None:
         """Begin to read ``blocks``, located at ``levels``: append to ``started``.
 
-        A lease if memory has the block.
+        A lease if memory has the block; else a read from its tier, then from the others.
         """
         begun: list[SharedRead] = []
+        tiers, stays = self.levels.tiers, self.levels.planner.policy.keeps_reads
         try:
             with self._lock:
                 absent = self._memory.absent(blocks)
@@ -90,24 +90,18 @@ class Reader:
                         if lease is not None:
                             started.append(lease)
                             continue
-                    read = self._shared_read(block, raw_bytes[at], levels[at])
-                    read.join()
+                    first = max(0, levels[at] - 1)  # level 0: fastest first
+                    order = [*tiers[first : first + 1], *tiers[:first], *tiers[first + 1 :]]
+                    read = SharedRead(
+                        self._memory, block, raw_bytes[at], order, self._ended,
+                        buffers=self._buffers, stays=stays, joined=1,
+                    )  # fmt: skip
                     self._reads[block] = read
                     begun.append(read)
                     started.append(read)
         finally:
             for read in begun:
                 read.start()
-
-    def _shared_read(self, block: bytes, raw_bytes: int, level: int) -> SharedRead:
-        """Return a new read of ``block``: from the tier at ``level``, then from the others."""
-        tiers = self.levels.tiers
-        first = max(0, level - 1)  # level 0: fastest first
-        return SharedRead(
-            self._memory, block, raw_bytes,
-            [*tiers[first : first + 1], *tiers[:first], *tiers[first + 1 :]], self._ended,
-            buffers=self._buffers, stays=self.levels.planner.policy.keeps_reads,
-        )  # fmt: skip
 
     def _ended(self, read: SharedRead) -> None:
         """Forget an ended ``read``; delete the tier's copy, and demote, if the policy says so."""
@@ -154,60 +148,15 @@ class Reader:
             forgotten = self.replacements - mark > len(newer)
         return forgotten or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
-    # --- prefetch --------------------------------------------------------------------------------
-
-    def prefetch(
-        self,
-        plan: Callable[[], tuple[Sequence[bytes], Sequence[int]]],
-        check_open: Callable[[], object],
-        closed: Callable[[], bool],
-    ) -> BlockPrefetch:
-        """See `TieredStore.prefetch`."""
-        progress = PrefetchProgress()
-
-        def bring() -> None:
-            try:
-                if closed() or progress.cancelled:
-                    return
-                blocks, sizes = plan()
-                fit = self._fit(sizes)
-                blocks, sizes = blocks[:fit], sizes[:fit]
-
-                def arrived(at: int, raw: memoryview) -> None:
-                    del raw
-                    if blocks[at] in self._memory:
-                        progress.ready = at + 1
-                    else:  # memory had no room for it
-                        progress.cancelled = True
-
-                request = ReadRequest(
-                    self, sizes, arrived, sources=progress.sources,
-                    cancelled=lambda: progress.cancelled or closed(),
-                )  # fmt: skip
-                request.bring(blocks, self.levels.locate(blocks))
-            finally:
-                progress.ended.set()
-
-        if not self._prefetching.submit(bring, given_up=progress.ended.set):
-            progress.ended.set()
-        return BlockPrefetch(progress, check_open)
-
-    def _fit(self, raw_bytes: Sequence[int]) -> int:
-        """Return how many leading blocks fit into half of memory."""
-        room = self._memory.capacity // 2
-        for count, size in enumerate(raw_bytes):
-            room -= size + HEADER_BYTES
-            if room < 0:
-                return count
-        return len(raw_bytes)
+    # --- life cycle ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Discard prefetches that have not begun."""
-        self._prefetching.close()
+        self.prefetching.close()
 
     def join(self, timeout: float) -> bool:
         """Wait for running prefetches, ``timeout`` seconds at most; return whether they ended."""
-        return self._prefetching.join(timeout)
+        return self.prefetching.join(timeout)
 
 
 class SharedRead:
@@ -224,6 +173,7 @@ class SharedRead:
     Arguments:
         buffers: for records that memory does not take.
         stays: whether memory keeps the block.
+        joined: how many take part from the beginning.
 
     Attributes:
         source: the tier that had the block.
@@ -239,6 +189,7 @@ class SharedRead:
         *,
         buffers: SpareBuffers,
         stays: bool = True,
+        joined: int = 0,
     ) -> None:
         self.block = block
         self.raw_bytes = raw_bytes
@@ -253,7 +204,7 @@ class SharedRead:
         self._attempt = 0  # number of the current attempt; results of older ones are discarded
         self._since = time.monotonic()  # requests may wait before `start`
         self._began = False  # whether the attempt runs, not waits for a thread
-        self._joined = 0
+        self._joined = joined
         self._lease: Lease | None = None
         self._done = False
         self._queued: Tier | None = None  # whose queue of reads counts this one
@@ -268,7 +219,7 @@ class SharedRead:
             self._joined += 1
             return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Undo one `join`. A read that has not begun is skipped when no request is left."""
         with self._changed:
             self._joined -= 1
@@ -462,7 +413,7 @@ class ReadRequest:
         self._raw_bytes = raw_bytes
         self._sink = sink
         self._until = until
-        self._cancelled = cancelled or _never
+        self._cancelled = cancelled or bool  # never
         self._sources = [] if sources is None else sources
         self.exact = 0
         self._mark = 0  # the reader's `replacements` at the begin
@@ -493,30 +444,26 @@ class ReadRequest:
 
         Blocks read into memory do not evict others of the same prompt.
         """
-        with self.keeping_above(blocks, levels):
-            count = self.fetch(blocks, levels)
-        self._levels.used(blocks[:count])
-        return count
-
-    @contextmanager
-    def keeping_above(self, blocks: Sequence[bytes], levels: Sequence[int]) -> Iterator[None]:
-        """Hold those of ``blocks`` that are in memory, if others are read into it."""
-        mixed = any(levels) and not all(levels)
-        above = [block for block, level in zip(blocks, levels, strict=False) if mixed and not level]
         held: list[bytes] = []
         index = self._levels.memory.catalogue
         try:
-            index.hold(above, held)
-            yield
+            if any(levels) and not all(levels):
+                index.hold([blocks[at] for at, level in enumerate(levels) if not level], held)
+            count = self._fetch(blocks, levels)
         finally:
-            index.free(held)
+            if held:
+                index.free(held)
+        self._levels.used(blocks[:count])
+        return count
 
-    def fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
+    def _fetch(self, blocks: Sequence[bytes], levels: Sequence[int]) -> int:
         """Deliver ``blocks`` in order, promoting those from lower tiers; return how many."""
         ahead: deque[SharedRead | Lease] = deque()
         run: Sequence[Lease] = ()
         sizes, end = self._raw_bytes, len(levels)
-        limit = self._limit(max(sizes[:end], default=0))
+        # Blocks that are read ahead; half of memory is left to other requests.
+        fit = self._levels.memory.capacity // 2 // (max(sizes[:end], default=0) + HEADER_BYTES)
+        limit = max(2, min(_READ_AHEAD, fit))
         count = begun = 0  # blocks that were delivered; and whose read was begun, at least these
         self._mark = self._reader.replacements
         try:
@@ -540,15 +487,16 @@ class ReadRequest:
                 if lease is None or self._replaced(blocks):
                     break
                 payload = lease.record[HEADER_BYTES:]
-                if not self._has_length(blocks[count], payload, sizes[count]):
+                if len(payload) != sizes[count]:
+                    self._refuse(blocks[count], len(payload), sizes[count])
                     break
                 self._sources.append(self._given(count, lease, name))
                 self._sink(count, payload)
-                _end_read(ahead.popleft())
+                ahead.popleft().release()
                 count += 1
         finally:
             for left in (*ahead, *run):
-                _end_read(left)
+                left.release()
         if count < end:  # a located block is missing: others may be, too
             for tier in self._levels.tiers:
                 tier.recheck(blocks[count:end])
@@ -593,12 +541,15 @@ class ReadRequest:
         self._reader.copies.begin()
         try:
             for payload, size in zip(payloads, self._raw_bytes[at:], strict=False):
-                if not self._has_length(blocks[at], payload, size) or ends(blocks):
+                if len(payload) != size:
+                    self._refuse(blocks[at], len(payload), size)
+                    break
+                if ends(blocks):
                     break
                 sources.append(self._given(at, run[at - first], name))
                 sink(at, payload)
                 at += 1
-                ends = self._ends  # of the first block, `fetch` has asked
+                ends = self._ends  # of the first block, `_fetch` has asked
             copied = sum(map(len, payloads[: at - first]))
         finally:
             self._reader.copies.end(copied)
@@ -608,22 +559,13 @@ class ReadRequest:
             memory.counters.count(hits=len(payloads), read_bytes=read)
         return at
 
-    def _has_length(self, block: bytes, payload: memoryview, raw_bytes: int) -> bool:
-        """Whether ``payload``, of memory, is that long; else it is not this block, and deleted."""
-        if len(payload) == raw_bytes:
-            return True
+    def _refuse(self, block: bytes, length: int, raw_bytes: int) -> None:
+        """Delete a record in memory that has another length: it is not this block."""
         memory = self._levels.memory
         with suppress(BackendFailed):  # memory that processes share hides it
             memory.remove([block])
         memory.counters.count(refused=1)
-        reason = another_length(len(payload), raw_bytes)
-        self._levels.losses.note([block], memory.name, "refused", reason)
-        return False
-
-    def _limit(self, raw_bytes: int) -> int:
-        """Return how many blocks to read ahead, leaving half of memory to other requests."""
-        fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
-        return max(2, min(_READ_AHEAD, fit))
+        self._levels.losses.note([block], memory.name, "refused", another_length(length, raw_bytes))
 
     def _await(self, started: SharedRead | Lease) -> tuple[str, Lease | None]:
         """Wait for a block; return the name of its source, and a lease on it."""
@@ -641,15 +583,3 @@ class ReadRequest:
             self.exact += self.exact == at
             return name
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
-
-
-def _never() -> bool:
-    return False
-
-
-def _end_read(started: SharedRead | Lease) -> None:
-    """Leave a read that `Reader.start` began."""
-    if isinstance(started, SharedRead):
-        started.leave()
-    else:
-        started.release()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvkeep.core.errors import BackendFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvkeep.store.tiers.levels import Levels
     from kvkeep.store.tiers.reading import Reader
@@ -62,20 +62,20 @@ class Remover:
     def __init__(self, levels: Levels, reader: Reader) -> None:
         self._levels = levels
         self._reader = reader
-        self._closed = threading.Event()
-        self._running: dict[_Removal, None] = {}  # those whose threads have not ended
+        self.closed = threading.Event()
+        self.running: dict[_Removal, None] = {}  # those whose threads have not ended
 
     def remove(self, blocks: Sequence[bytes]) -> Removed:
         """See `TieredStore.remove`."""
         levels = self._levels
         blocks = list(dict.fromkeys(blocks))
-        there = [block for block in blocks if levels.level_of(block) is not None]
+        there = levels.known(blocks)
         # Writes first: a read that begins afterwards skips tiers that delete the block.
-        removals = [_Removal(tier, blocks, self._closed, self._running) for tier in levels.tiers]
+        removals = [_Removal(self, tier, blocks) for tier in levels.tiers]
         self._reader.cancel(blocks)
         try:
             # Memory first: else a tier could get a deleted block again from memory.
-            in_memory = _from_memory(levels.memory, lambda: blocks)
+            in_memory = _from_memory(levels.memory, blocks)
         finally:
             below = _run(removals)
         levels.losses.note(there, levels.memory.name, "removed", "removed")
@@ -89,36 +89,32 @@ class Remover:
         # none; at last, those that have begun are called off.
         numbers = [tier.states.clear(space) for tier in levels.tiers]
         self._reader.cancel(self._reader.under_way(space))
+        listed = (item.block for item in memory.backend.list())
         mine: list[bytes] = []
-
-        def listed() -> list[bytes]:
-            mine.extend(one.block for one in memory.backend.list() if one.block.startswith(space))
-            return mine
-
-        in_memory = _from_memory(memory, listed)
+        in_memory = _from_memory(
+            memory, (block for block in listed if block.startswith(space)), mine
+        )
         levels.losses.note(mine, memory.name, "removed", "cleared")
         removals = [
-            _Removal(
-                tier, tier.states.under_way(space), self._closed, self._running, (space, number)
-            )
+            _Removal(self, tier, tier.states.under_way(space), (space, number))
             for tier, number in zip(levels.tiers, numbers, strict=True)
         ]
         return _sum(in_memory, _run(removals))
 
     def close(self) -> None:
         """Begin no more calls of any tier, and end all waits."""
-        self._closed.set()
-        for removal in list(self._running):
+        self.closed.set()
+        for removal in list(self.running):
             removal.over.set()
 
     def join(self, timeout: float) -> bool:
         """Wait for the calls that run, ``timeout`` seconds at most; return whether all ended."""
         until = time.monotonic() + timeout
-        for removal in list(self._running):
+        for removal in list(self.running):
             left = min(removal.tier.timeout, until - time.monotonic())  # else it hangs
             if removal.is_alive():
                 removal.join(max(0.0, left))
-        return not self._running
+        return not self.running
 
 
 class _Removal(threading.Thread):
@@ -132,10 +128,9 @@ class _Removal(threading.Thread):
 
     def __init__(
         self,
+        remover: Remover,
         tier: Tier,
         blocks: Sequence[bytes],
-        closed: threading.Event,
-        running: dict[_Removal, None],
         cleared: tuple[bytes, int] | None = None,
     ) -> None:
         super().__init__(name=f"kvkeep {tier.name} deleter", daemon=True)
@@ -143,12 +138,11 @@ class _Removal(threading.Thread):
         self.freed = 0
         self.complete = False
         self.over = threading.Event()
+        self._remover = remover
         self._deletion = tier.states.delete(blocks)
-        self._closed = closed
-        self._running = running
         self._cleared = cleared
         self._progress = 0.0
-        running[self] = None
+        remover.running[self] = None
 
     def begin(self) -> None:
         """Delete the blocks, in this thread if there are any."""
@@ -165,14 +159,14 @@ class _Removal(threading.Thread):
                 freed, whole = self.tier.clear(*self._cleared, self._proceed)
                 self.freed += freed
                 complete &= whole
-            self.complete = complete and not self._closed.is_set()
+            self.complete = complete and not self._remover.closed.is_set()
         finally:
-            self._running.pop(self, None)
+            self._remover.running.pop(self, None)
             self.over.set()
 
     def wait(self) -> None:
         """Wait while the deletion makes progress; blocks possibly left are not found."""
-        while not (self.over.is_set() or self._closed.is_set()):
+        while not (self.over.is_set() or self._remover.closed.is_set()):
             left = self._progress + self.tier.timeout - time.monotonic()
             if left <= 0:
                 return
@@ -180,7 +174,7 @@ class _Removal(threading.Thread):
 
     def _proceed(self) -> bool:
         self._progress = time.monotonic()
-        return not self._closed.is_set()
+        return not self._remover.closed.is_set()
 
 
 def _run(removals: Sequence[_Removal]) -> list[tuple[str, int, bool]]:
@@ -193,11 +187,13 @@ def _run(removals: Sequence[_Removal]) -> list[tuple[str, int, bool]]:
 
 
 def _from_memory(
-    memory: FrontMemory, blocks: Callable[[], Sequence[bytes]]
+    memory: FrontMemory, blocks: Iterable[bytes], removed: list[bytes] | None = None
 ) -> tuple[str, int, bool]:
-    """Delete ``blocks()`` from memory; return what `_run` does."""
+    """Delete ``blocks`` from memory, and append them to ``removed``; return what `_run` does."""
+    removed = [] if removed is None else removed
     try:
-        return memory.name, memory.remove(blocks()), True
+        removed.extend(blocks)
+        return memory.name, memory.remove(removed), True
     except BackendFailed as error:  # only memory that processes share can fail
         _LOG.info("tier %s: %s", memory.name, error)
         return memory.name, 0, False

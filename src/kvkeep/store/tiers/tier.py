@@ -21,6 +21,7 @@ from kvkeep.store.tiers.counters import TierCounters, TierStats
 from kvkeep.store.tiers.index import Index
 from kvkeep.store.tiers.loss_log import Loss, LossLog
 from kvkeep.store.tiers.notes import SpaceNotes
+from kvkeep.store.tiers.prompt_writes import TierWrites
 from kvkeep.store.tiers.record import HEADER_BYTES, BadRecord, OtherVersion
 from kvkeep.store.tiers.record_codec import (
     NotForUs,
@@ -30,6 +31,7 @@ from kvkeep.store.tiers.record_codec import (
     another_length,
 )
 from kvkeep.store.tiers.states import BlockStates
+from kvkeep.store.tiers.tier_room import TierRoom
 from kvkeep.store.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 
     from kvkeep.store.backends import Backend, Listed, WriteBudget
     from kvkeep.store.codecs import Codec
-    from kvkeep.store.tiers.moves import TierWrites
     from kvkeep.store.tiers.states import Deletion, Operation
     from kvkeep.store.tiers.tier_shares import TenantWeights
 
@@ -53,10 +54,7 @@ ORDERED = 40_960
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
 _MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
 _TRIES = 20  # attempts to make room for one record, in competition with other processes
-_DELETED_AT_ONCE = 1000  # blocks; more could take longer than the backend's timeout
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
-_PARTS = 64  # of a budget: one is kept free, and evicted at once …
-_RECORDS_AHEAD = 4  # … if it has room for so many records
 _MAYBE = ("write failed", "fault")  # reasons for which the backend may have the record nevertheless
 
 
@@ -122,6 +120,7 @@ class Tier:
 
     Attributes:
         states: what is done with each block now (`BlockStates`).
+        room: deletes blocks, by request and to make room.
         queried: whether the backend must be queried: it may hold blocks that the catalogue lacks.
         listed: whether the backend was listed once.
     """
@@ -161,10 +160,11 @@ class Tier:
         cost = CostModel() if cost is None else cost
         self.reads, self.writes = cost.reading(self.name), cost.writing(self.name)
         self._notes = SpaceNotes(self.calls, notes)
-        self._evicting = evicting
         self._bucket = None if options.writes is None else WriteBucket(options.writes)
-        self._making_room = threading.Lock()  # whose holder alone takes what is freed
-        self._trimming = False
+        self.room = TierRoom(
+            self.calls, self.catalogue, self.states, self.losses, self.writing,
+            evicting=evicting, relist=self._relist_if_old,
+        )  # fmt: skip
         self._listing = threading.Lock()
         self.listed = False
         self._listed_at = 0.0  # monotonic seconds
@@ -225,8 +225,6 @@ class Tier:
         patience = timeout if until is None else min(timeout, max(0.0, until - time.monotonic()))
         end = time.monotonic() + patience
         queries = [_Query(self, *part) for part in self.calls.by_part(blocks).items()]
-        for query in queries:
-            query.submit()
         there: set[bytes] = set()
         for query in queries:
             for block, size in query.result(end, whole=patience == timeout):
@@ -268,7 +266,6 @@ class Tier:
         """
         part = self.backend.part(block)
         if not self.calls.allowed("read", part):
-            self.calls.note_failure("unavailable", "breaker")
             return None
         moved: int | None = None
         self.reads.begin()
@@ -383,6 +380,10 @@ class Tier:
 
     # --- writing: in a thread of `writing` -------------------------------------------------------
 
+    def prompt(self, blocks: Sequence[bytes]) -> TierWrites:
+        """Return the writes of a prompt of ``blocks`` to this tier; for any thread."""
+        return TierWrites(self.catalogue, self.backend, self.room.give_up, blocks)
+
     def write(
         self,
         operations: Sequence[Operation],
@@ -412,7 +413,7 @@ class Tier:
                 self.dropped([operation.block], "fault" if moved is None else "queue full")
                 self.states.end(operation, saved=False)
         if total:
-            self._trim_ahead(len(records[0]))
+            self.room.trim_ahead(len(records[0]))
             for space in {operation.block[:SPACE_BYTES] for operation in operations}:
                 self._notes.written(space)
 
@@ -481,7 +482,7 @@ class Tier:
 
     def _store(self, block: bytes, record: memoryview, prompt: TierWrites | None) -> str:
         """Write ``record``; return the reason of a failure, else ""."""
-        if self.calls.blocks("write", self.backend.part(block)):
+        if self.calls.failing and self.calls.blocks("write", self.backend.part(block)):
             self.counters.count(skipped_calls=1)
             return "breaker"
         encoded, bucket = self.records.encode(block, record), self._bucket
@@ -491,7 +492,7 @@ class Tier:
         if bucket is not None and bucket.left() < size:  # before others go for it
             return "write budget"
         limited = self.catalogue.quota(block[:SPACE_BYTES]) is not None
-        if limited and not self._reserve_quota(block, size, prompt):
+        if limited and not self.room.reserve(block, size, prompt):
             return "quota"
         try:
             if bucket is not None and not bucket.spend(size):
@@ -506,16 +507,16 @@ class Tier:
 
     def _put(self, block: bytes, encoded: memoryview, prompt: TierWrites | None) -> str:
         """Write ``encoded``, evicting others for it; return the reason of a failure, else ""."""
-        if self._making_room.locked():  # another writer evicts: what it frees is not for us
-            with self._making_room:
+        if self.room.making.locked():  # another writer evicts: what it frees is not for us
+            with self.room.making:
                 pass
         why, needed = self._attempt(block, encoded)
         while needed:
             if self.backend.capacity and needed > self.backend.capacity:
                 return "no room"
-            with self._making_room:
+            with self.room.making:
                 for _ in range(_TRIES):
-                    if not self.make_room(needed):
+                    if not self.room.make(needed):
                         break
                     why, needed = self._attempt(block, encoded)
                     if not needed:
@@ -542,179 +543,23 @@ class Tier:
         self.counters.count(writes=1, written_bytes=len(encoded), write_seconds=took)
         return "", 0
 
-    # --- room ------------------------------------------------------------------------------------
-
-    def _reserve_quota(self, block: bytes, size: int, prompt: TierWrites | None) -> bool:
-        """Reserve ``size`` bytes in the quota of the block's namespace, until `_free_quota`.
-
-        Evicts blocks of the namespace if needed. Returns whether they fit. Nothing fits while
-        blocks of the namespace are left whose deletion failed: they are not counted any more.
-        """
-        space, catalogue = block[:SPACE_BYTES], self.catalogue
-        limit = catalogue.quota(space)
-        if limit is not None:
-            if size > limit:
-                return False
-            if self.states.undeleted(space):
-                self._delete_left(sys.maxsize, space)
-                if self.states.undeleted(space):
-                    return False
-        while True:
-            over = size
-            for _ in range(_TRIES):
-                over = catalogue.reserve(space, size)
-                if not over:
-                    return True
-                victims = None if over < 0 else self.states.victims(over, space)
-                if not victims:  # also if all that is being written together exceeds the quota
-                    break
-                if not self._evict(victims)[1]:
-                    return False
-            if prompt is None or not prompt.make_room(block, over if over > 0 else size):
-                return False
-
-    def make_room(self, needed: int) -> bool:
-        """Evict until ``needed`` bytes are free; return whether any were freed.
-
-        Repeats deletions that failed before, then evicts. Evicts nothing if all evictable blocks
-        together do not suffice. Stops once a deletion fails: further records would be forgotten and
-        still occupy the backend.
-        """
-        if not self.indexed:
-            return False
-        catalogue, states, unit = self.catalogue, self.states, self.backend.unit
-        freed = self._delete_left(needed)
-        if not catalogue.may_free(needed - freed) and not (
-            self._relist_if_old() and catalogue.may_free(needed - freed)
-        ):
-            return freed > 0
-        while freed < needed and not self.calls.any_blocks("delete"):
-            victims = states.victims(needed - freed)
-            if not victims and self._relist_if_old():  # others' blocks may be evicted, too
-                victims = states.victims(needed - freed)
-            if not victims:
-                break
-            bytes_freed, complete = self._evict(victims)
-            # Records take whole units; the backend counts freed bytes without the padding.
-            freed += bytes_freed + (unit - 1) * len(victims) if bytes_freed else 0
-            if not complete:
-                break
-        return freed > 0
-
-    def _relist_if_old(self) -> bool:
-        """List a shared backend anew, if that was not done lately; return whether it was done."""
-        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
-        if old:
-            self.relist()
-        return old
-
-    def _delete_left(self, needed: int, space: bytes = b"") -> int:
-        """Delete blocks whose deletion failed before, until ``needed`` bytes are free.
-
-        Of one namespace, or all.
-        """
-        freed = 0
-        while freed < needed and not self.calls.any_blocks("delete"):
-            left = self.states.left(_DELETED_AT_ONCE, space)
-            if not left:
-                break
-            got, complete = self._delete(left)
-            freed += got
-            if not complete:
-                break
-        return freed
-
-    def _evict(self, victims: Deletion) -> tuple[int, bool]:
-        """Delete ``victims`` and record why; see `_delete`."""
-        blocks = victims.blocks
-        self.losses.note(blocks, self.name, "evicted", self.catalogue.policy)
-        self.counters.count(evictions=len(blocks))
-        try:
-            self._evicting(victims)
-        finally:
-            freed, complete = self._delete(victims)
-        return freed, complete
-
-    def give_up(self, blocks: Sequence[bytes], needed: int) -> list[bytes]:
-        """Evict the first of ``blocks`` that together free ``needed`` bytes; return them.
-
-        The caller has held each once. Blocks that others hold, or that are pinned, are skipped.
-        """
-        if self.calls.any_blocks("delete"):
-            return []
-        victims = self.states.victims(needed, of=blocks)
-        gone = victims.blocks
-        if gone:
-            self._evict(victims)
-        return gone
-
-    def _delete(
-        self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
-    ) -> tuple[int, bool]:
-        """Delete the blocks of ``deletion`` and end it; return the bytes freed, whether all went.
-
-        ``proceed`` is called before each 1,000 blocks; False ends the deletion.
-        """
-        freed = 0
-        with deletion:
-            deletion.failed = dict.fromkeys(deletion.blocks)
-            for part, here in self.calls.by_part(deletion.blocks).items():
-                for at in range(0, len(here), _DELETED_AT_ONCE):
-                    piece = here[at : at + _DELETED_AT_ONCE]
-                    if not (proceed() and self.calls.allowed("delete", part)):
-                        continue
-                    with self.calls.to("delete", "delete", part) as call:
-                        freed += self.backend.delete(piece)
-                    if not call.failed:
-                        for block in piece:
-                            del deletion.failed[block]
-        return freed, not deletion.failed
-
-    def _trim_ahead(self, size: int) -> None:
-        """Queue a `_trim` if less than half of the part that is kept free is free."""
-        capacity = self.backend.capacity
-        if capacity is None or self._trimming:
-            return
-        ahead = capacity // _PARTS
-        if ahead >= _RECORDS_AHEAD * size and self.catalogue.total_bytes > capacity - ahead // 2:
-            self._trimming = True
-            if not self.writing.submit(lambda: self._trim(ahead), 0):
-                self._trimming = False
-
-    def _trim(self, ahead: int) -> None:
-        """Evict down to the budget less ``ahead``, in parts, each behind the writes that wait then.
-
-        The bytes are counted anew for each part, so that processes that have a place together evict
-        together what one of them would.
-        """
-        capacity = self.backend.capacity or 0
-        again = False
-        try:
-            used: int | None = None
-            with self.calls.to("used"):
-                used = self.backend.used()
-            over = (self.catalogue.total_bytes if used is None else used) + ahead - capacity
-            again = over > 0 and self.make_room(min(over, max(1, capacity // _PARTS)))
-        finally:
-            self._trimming = again and self.writing.submit(lambda: self._trim(ahead), 0)
-
     # --- removal ---------------------------------------------------------------------------------
 
     def remove(
         self, deletion: Deletion, proceed: Callable[[], bool] = lambda: True
     ) -> tuple[int, bool]:
-        """Delete blocks by request, behind the writes that run; see `_delete`.
+        """Delete blocks by request, behind the writes that run; see `TierRoom.delete`.
 
         Those that may be left are not found until they are written anew.
         """
         deletion.wait(None)
         self.calls.report_hung("delete")
-        return self._delete(deletion, proceed)
+        return self.room.delete(deletion, proceed)
 
     def clear(
         self, space: bytes, number: int, proceed: Callable[[], bool] = lambda: True
     ) -> tuple[int, bool]:
-        """Delete the blocks of a clearance (`BlockStates.clear`); see `_delete`.
+        """Delete the blocks of a clearance (`BlockStates.clear`); see `TierRoom.delete`.
 
         ``proceed`` is called for each record that is listed, too. If any may be left, the namespace
         stays cleared.
@@ -736,7 +581,7 @@ class Tier:
         self.losses.note(here, self.name, "removed", "cleared")
         deletion = self.states.delete_cleared(here, space, number)
         complete &= deletion.wait(self.timeout)
-        freed, gone = self._delete(deletion, proceed)
+        freed, gone = self.room.delete(deletion, proceed)
         if complete:  # those that are left are not found by themselves
             complete = self.states.reveal(space, number)
         return freed, complete and gone
@@ -752,8 +597,7 @@ class Tier:
     def _list_first(self) -> None:
         self.relist()
         if self.listed:
-            self._trimming = True
-            self.writing.submit(lambda: self._trim(0), 0)
+            self.room.trim(0)
 
     def relist(self) -> None:
         """List the backend into the catalogue; others may have written or deleted there.
@@ -779,6 +623,13 @@ class Tier:
         if self.listed:
             self.compare()
 
+    def _relist_if_old(self) -> bool:
+        """List a shared backend anew, if that was not done lately; return whether it was done."""
+        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
+        if old:
+            self.relist()
+        return old
+
     def _records(self) -> Iterator[Listed]:
         # An exception of this generator's consumer never reaches the `with` statement.
         with self.calls.to("list", "list") as call:
@@ -792,7 +643,7 @@ class Tier:
         budget = self.backend.capacity or 0
         for item in self._records():
             if item.size > budget:
-                self._evict(self.states.delete([item.block], idle=True))
+                self.room.evict(self.states.delete([item.block], idle=True))
             else:
                 yield item
 
@@ -829,14 +680,6 @@ class Tier:
                 self._expired_at = time.monotonic()
                 self.reading.submit(self.expire)  # in a writer, its listing would delay a flush
 
-    def reorder(self, blocks: Sequence[bytes]) -> None:
-        """Record the order of a prompt's ``blocks``, which were written in another order.
-
-        The next `flush` passes it on to the backend as times of use.
-        """
-        if self.indexed:
-            self.catalogue.used(blocks, grain=float("inf"), stored=True)
-
     def _touch(self, uses: Sequence[tuple[bytes, float]]) -> None:
         """Record uses, oldest first, in the backend."""
         when = dict(uses)
@@ -851,7 +694,7 @@ class Tier:
             self.relist()
         while old := self.catalogue.expired():
             self.losses.note(old, self.name, "removed", "ttl")
-            self._delete(self.states.delete(old, idle=True))
+            self.room.delete(self.states.delete(old, idle=True))
 
     def flush(self) -> bool:
         """Make finished writes durable, and their times of use; return whether that worked."""
@@ -871,11 +714,12 @@ class Tier:
 
     def unreadable(self, block: bytes) -> bool:
         """Whether reading ``block`` is pointless now, because such calls fail or hang."""
-        if self.calls.quiet:
+        calls = self.calls
+        if not (calls.running or calls.failing):
             return False
-        self.calls.report_hung("lookup", "read")
+        calls.report_hung("lookup", "read")
         part = self.backend.part(block)
-        return self.calls.blocks("read", part) or self.calls.blocks("lookup", part)
+        return calls.blocks("read", part) or calls.blocks("lookup", part)
 
     def note_unread(self, late: str | None = None) -> None:
         """Count a failed read: not answered in time, for the reason ``late``, or not allowed."""
@@ -962,23 +806,19 @@ class _ListFailed(Exception):
 
 
 class _Query:
-    """The sizes of blocks in one part of a tier's backend."""
+    """The sizes of blocks in one part of a tier's backend, which a reader thread asks for."""
 
     def __init__(self, tier: Tier, part: str, blocks: list[bytes]) -> None:
         self._tier = tier
-        self.calls = tier.calls
         self._part = part
         self._blocks = blocks
         self._sizes: list[int | None] = []
         self._began = False
         self._done = threading.Event()
-
-    def submit(self) -> None:
-        """Queue the query, unless such calls fail or hang now."""
-        tier = self._tier
-        allowed = not tier.unreadable(self._blocks[0])
-        if not allowed or not self.calls.allowed("lookup", self._part):
+        if tier.unreadable(blocks[0]):  # such calls fail or hang now
             tier.note_unread()
+            self._done.set()
+        elif not tier.calls.allowed("lookup", part):
             self._done.set()
         elif not tier.reading.submit(self._run, given_up=self._done.set):
             tier.note_unread(late="queue full")
@@ -987,8 +827,8 @@ class _Query:
     def _run(self) -> None:
         self._began = True
         try:
-            with self.calls.to("sizes", "lookup", self._part):
-                self._sizes = self.calls.backend.sizes(self._blocks)
+            with self._tier.calls.to("sizes", "lookup", self._part):
+                self._sizes = self._tier.backend.sizes(self._blocks)
         finally:
             self._done.set()
         if self._sizes and not self._tier.indexed:
@@ -1005,7 +845,7 @@ class _Query:
             tier.note_unread(late="no answer")
             if whole and self._began:
                 why = f"no answer in {tier.timeout:g} s"
-                self.calls.failed("lookup", self._part, why)
+                tier.calls.failed("lookup", self._part, why)
             else:
                 tier.unreadable(self._blocks[0])
             return []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvkeep.core.cost import CostModel
 from kvkeep.core.errors import BackendFailed, IllegalStep
+from kvkeep.store.tiers.block_prefetch import BlockPrefetch
 from kvkeep.store.tiers.buffer import SmallBuffer
 from kvkeep.store.tiers.conversations import Conversations
 from kvkeep.store.tiers.levels import LevelPins, Levels
@@ -28,7 +29,6 @@ from kvkeep.store.tiers.writing import StoreRequest, Written
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvkeep.store.tiers.block_prefetch import BlockPrefetch
     from kvkeep.store.tiers.counters import TierStats
     from kvkeep.store.tiers.loss_log import Loss
     from kvkeep.store.tiers.memory import MemorySpec
@@ -159,15 +159,15 @@ class TieredStore:
             self.check_open()  # see `locate`
         return levels
 
-    def knows(self, block: bytes) -> bool:
-        """Whether ``block`` is known to be readable from some level; no I/O."""
+    def known(self, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``blocks`` that are known to be readable from some level; no I/O."""
         self.check_open()
-        return self._levels.level_of(block) is not None
+        return self._levels.known(blocks)
 
     def holders(self, blocks: Sequence[bytes]) -> list[list[int]]:
         """Return the levels known to hold each of ``blocks``, fastest first; no I/O."""
         self.check_open()
-        return [self._levels.holders(block) for block in blocks]
+        return self._levels.holders(blocks)
 
     def losses_of(self, blocks: Sequence[bytes], since: float | None = None) -> list[Loss | None]:
         """Return why each of ``blocks`` is missing, None where it can be read; no I/O.
@@ -221,7 +221,7 @@ class TieredStore:
         how a tier that was slow for a while becomes worth reading again.
         """
         self.check_open()
-        if level and blocks and self._levels.tier(level).reads.age_s > _RELEARN_S:
+        if level and blocks and self.tiers[level - 1].reads.age_s > _RELEARN_S:
             self.prefetch(lambda: (blocks[:_RELEARN_BLOCKS], raw_bytes[:_RELEARN_BLOCKS]))
 
     def prepare_reads(self, raw_bytes: int) -> None:
@@ -236,7 +236,7 @@ class TieredStore:
         call `locate`, which waits.
         """
         self.check_open()
-        return self._reader.prefetch(plan, self.check_open, lambda: self._closed)
+        return BlockPrefetch(self._reader, plan, self.check_open, lambda: self._closed)
 
     # --- writes ----------------------------------------------------------------------------------
 
@@ -277,7 +277,8 @@ class TieredStore:
         """Record in every level that a request used ``blocks``: they are evicted later."""
         self.check_open()
         if self.policy.admit_after > 1:
-            self._levels.planner.read([block for block in blocks if self.knows(block)])
+            known = self._levels.known(blocks)
+            self._levels.planner.read([block for block in blocks if block in known])
         self._levels.used(blocks)
 
     @property

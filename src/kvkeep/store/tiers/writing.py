@@ -201,7 +201,8 @@ class StoreRequest:
             if self._run_exact and origin(lease.record) != EXACT:
                 break
             end += 1
-        self._levels.memory.release_all(leases[end:])
+        if end < len(leases):
+            self._levels.memory.release_all(leases[end:])
         return leases[:end]
 
     def _below(self, run: Sequence[bytes]) -> set[bytes]:
