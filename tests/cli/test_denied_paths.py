@@ -76,7 +76,7 @@ def unreadable() -> Iterator[Path]:
         for path in (place, *place.rglob("*")):
             if root:
                 os.chown(path, NOBODY, NOBODY)
-            if path.is_file() and path.parent != place:
+            if path.is_file() and len(path.parent.name) == 32:
                 path.chmod(0)
         try:
             if root:

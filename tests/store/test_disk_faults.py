@@ -424,11 +424,14 @@ def test_a_bad_record_in_a_read_only_directory(tmp_path: Path) -> None:
         files = stored(mounted / "d", 2)
         foreign(files[0], files[1])
         read_only(mounted)
-        with open_store(MEMORY, disk(mounted / "d")) as store:
-            for _ in range(3):
-                assert get(store, prompt(0)) == 0
-            assert counter(store, "damaged") >= 1
-            assert get(store, prompt(1)) == 4
+        try:
+            with open_store(MEMORY, disk(mounted / "d")) as store:
+                for _ in range(3):
+                    assert get(store, prompt(0)) == 0
+                assert counter(store, "damaged") >= 1
+                assert get(store, prompt(1)) == 4
+        finally:
+            writable(mounted)
 
 
 # --- a directory that goes -------------------------------------------------------------------

@@ -80,6 +80,7 @@ _ERRNOS: Final = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EROFS,
     sqlite3.SQLITE_PERM: errno.EACCES,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
 }
 _CACHE_KIB: Final = 16 << 10
 _TRIES: Final = 5  # of a transaction whose index is damaged
