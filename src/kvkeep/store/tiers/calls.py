@@ -35,15 +35,16 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from kvkeep.core.errors import BackendFailed, OutOfRoom
 from kvkeep.store.backends import Backend
 from kvkeep.store.tiers.loss_log import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from kvkeep.store.backends import Room
     from kvkeep.store.tiers.counters import TierCounters
     from kvkeep.store.tiers.loss_log import LossKind
 
@@ -63,9 +64,6 @@ _WORST: tuple[State, ...] = ("closed", "trying", "open")
 _LONGEST_PAUSE_S = 60.0
 _MOST_FAILING = 2048  # breakers; nodes of a cluster come and go
 _GONE_S = 120.0  # seconds without a call after which a failed part counts as gone
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -289,12 +287,12 @@ class BackendCall:
         self.due = self._started = 0.0
         self._ours: BaseException | None = None
 
-    def callback(self, function: Callable[P, R]) -> Callable[P, R]:
+    def callback(self, room: Room) -> Room:
         """Wrap a callback for the backend, so that its exceptions pass unchanged."""
 
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(size: int) -> memoryview:
             try:
-                return function(*args, **kwargs)
+                return room(size)
             except BaseException as error:
                 self._ours = error
                 raise

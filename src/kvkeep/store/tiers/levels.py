@@ -35,7 +35,7 @@ class Levels:
         tiers: Sequence[Tier],
         planner: Planner,
         losses: LossLog,
-        using: Callable[[Sequence[bytes], bool], object] = lambda _blocks, _stored: None,
+        using: Callable[[Sequence[bytes], bool], object],
     ) -> None:
         self.memory = memory
         self.planner = planner
@@ -45,10 +45,6 @@ class Levels:
         """Those below memory."""
         self.mixed = len({tier.codec.exact for tier in tiers}) == 2
         """Whether some tiers are exact and others are not."""
-
-    def tier(self, level: int) -> Tier:
-        """Return the tier at ``level``, 1 or lower."""
-        return self.tiers[level - 1]
 
     def known(self, blocks: Sequence[bytes]) -> set[bytes]:
         """Return those of ``blocks`` that a level is known to serve now; no I/O."""
@@ -178,23 +174,15 @@ class LevelPins:
     """
 
     def __init__(self, levels: Levels) -> None:
-        self._levels = levels
-
-    @property
-    def _catalogues(self) -> list[FrontOrder]:
-        return [order for order, _ in self._places()]
-
-    def _places(self) -> list[tuple[FrontOrder, int]]:
-        """Return the catalogue of each level, and the level's size in bytes."""
-        memory = self._levels.memory
-        places: list[tuple[FrontOrder, int]] = [(memory.catalogue, memory.capacity)]
-        places += [(one.catalogue, one.backend.capacity or 0) for one in self._levels.tiers]
-        return places
+        memory = levels.memory
+        # The catalogue of each level, and the level's size in bytes.
+        self._places: list[tuple[FrontOrder, int]] = [(memory.catalogue, memory.capacity)]
+        self._places += [(tier.catalogue, tier.backend.capacity or 0) for tier in levels.tiers]
 
     def pin(self, blocks: Sequence[bytes], seconds: float) -> int:
         """Pin ``blocks`` in order; return how many leading ones are pinned."""
         pinned: set[bytes] = set()
-        for catalogue, size in self._places():
+        for catalogue, size in self._places:
             pinned.update(catalogue.pin(blocks, seconds, size // 2))
         return next((at for at, block in enumerate(blocks) if block not in pinned), len(blocks))
 
@@ -203,7 +191,7 @@ class LevelPins:
 
         Returns how many leading blocks could be pinned.
         """
-        before = [(catalogue, catalogue.pin_ends(blocks)) for catalogue in self._catalogues]
+        before = [(catalogue, catalogue.pin_ends(blocks)) for catalogue, _ in self._places]
         count = self.pin(blocks, seconds)
         if count < len(blocks):
             for catalogue, ends in before:
@@ -212,8 +200,8 @@ class LevelPins:
 
     def unpin(self, blocks: Sequence[bytes]) -> int:
         """Allow ``blocks`` to be evicted again; return how many were pinned in some level."""
-        return len({block for one in self._catalogues for block in one.unpin(blocks)})
+        return len({block for one, _ in self._places for block in one.unpin(blocks)})
 
     def pinned(self, blocks: Sequence[bytes]) -> set[bytes]:
         """Return those of ``blocks`` that are pinned in some level."""
-        return {block for one in self._catalogues for block in one.pin_ends(blocks)}
+        return {block for one, _ in self._places for block in one.pin_ends(blocks)}

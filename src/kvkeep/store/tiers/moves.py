@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -126,7 +127,8 @@ class Moves:
         try:
             while pieces and failing.isdisjoint(pieces[0].blocks):
                 piece = pieces[0]
-                if not tier.writing.submit(piece.run, piece.cost, left_until(until), piece.drop):
+                cost = sum([len(lease.record) for lease in piece.leases])
+                if not tier.writing.submit(piece.run, cost, left_until(until), piece.drop):
                     break
                 del pieces[0]
         finally:  # also if Ctrl-C ended the wait
@@ -156,8 +158,7 @@ class Moves:
         for at in range(0, len(blocks), most):
             end = at + most
             of = held[at:end] if held == blocks else [b for b in blocks[at:end] if b in held]
-            mine_here = operations[at:end], mine[at:end], of
-            pieces.append(_Piece(self.memory, tier, *mine_here, prompt=prompt))
+            pieces.append(_Piece(self.memory, tier, operations[at:end], mine[at:end], of, prompt))
         return pieces
 
     def _write_again(self, tier: Tier, then: Callable[[bytes, bool], object], block: bytes) -> None:
@@ -243,7 +244,8 @@ class Moves:
             return first
         below = self.tiers[level - 1 :]
         try:
-            return next((tier for tier in below if not tier.records.refuses(lease.record)), None)
+            exact = origin(lease.record) == EXACT
+            return next((tier for tier in below if exact or not tier.codec.exact), None)
         finally:
             lease.release()
 
@@ -325,32 +327,23 @@ class Moves:
         return over
 
 
+@dataclass(slots=True)
 class _Piece:
     """Writes of a few blocks to one tier, one after another in one of its writers.
 
     Memory keeps the blocks until its end. Then each write has ended, too.
     """
 
-    __slots__ = ("blocks", "cost", "held", "leases", "memory", "operations", "prompt", "tier")
+    memory: FrontMemory
+    tier: Tier
+    operations: Sequence[Operation]
+    leases: Sequence[MemoryLease]
+    held: Sequence[bytes]
+    prompt: TierWrites | None
 
-    def __init__(
-        self,
-        memory: FrontMemory,
-        tier: Tier,
-        operations: Sequence[Operation],
-        leases: Sequence[MemoryLease],
-        held: Sequence[bytes],
-        *,
-        prompt: TierWrites | None,
-    ) -> None:
-        self.memory = memory
-        self.tier = tier
-        self.operations = operations
-        self.blocks = [operation.block for operation in operations]
-        self.leases = leases
-        self.held = held
-        self.prompt = prompt
-        self.cost = sum([len(lease.record) for lease in leases])
+    @property
+    def blocks(self) -> list[bytes]:
+        return [operation.block for operation in self.operations]
 
     def run(self) -> None:
         try:

@@ -417,7 +417,7 @@ class ReadRequest:
         self._raw_bytes = raw_bytes
         self._sink = sink
         self._until = until
-        self._cancelled = cancelled or _never
+        self._cancelled = cancelled or bool  # never
         self._sources = [] if sources is None else sources
         self.exact = 0
         self._mark = 0  # the reader's `replacements` at the begin
@@ -465,7 +465,9 @@ class ReadRequest:
         ahead: deque[SharedRead | MemoryLease] = deque()
         run: Sequence[MemoryLease] = ()
         sizes, end = self._raw_bytes, len(levels)
-        limit = self._limit(max(sizes[:end], default=0))
+        # Blocks that are read ahead; half of memory is left to other requests.
+        fit = self._levels.memory.capacity // 2 // (max(sizes[:end], default=0) + HEADER_BYTES)
+        limit = max(2, min(_READ_AHEAD, fit))
         count = begun = 0  # blocks that were delivered; and whose read was begun, at least these
         self._mark = self._reader.replacements
         try:
@@ -569,11 +571,6 @@ class ReadRequest:
         memory.counters.count(refused=1)
         self._levels.losses.note([block], memory.name, "refused", another_length(length, raw_bytes))
 
-    def _limit(self, raw_bytes: int) -> int:
-        """Return how many blocks to read ahead, leaving half of memory to other requests."""
-        fit = self._levels.memory.capacity // 2 // (raw_bytes + HEADER_BYTES)
-        return max(2, min(_READ_AHEAD, fit))
-
     def _await(self, started: SharedRead | MemoryLease) -> tuple[str, MemoryLease | None]:
         """Wait for a block; return the name of its source, and a lease on it."""
         memory = self._levels.memory
@@ -590,7 +587,3 @@ class ReadRequest:
             self.exact += self.exact == at
             return name
         return f"{name}, {'inexact' if made == BEHIND else codec_name(made)}"
-
-
-def _never() -> bool:
-    return False

@@ -87,10 +87,6 @@ class RecordCodec:
         seal(record, block, codec.number, len(raw), inexact=inexact)
         return record
 
-    def refuses(self, record: memoryview) -> bool:
-        """Whether the tier promises exact KV, and memory's ``record`` is not."""
-        return self.codec.exact and origin(record) != EXACT
-
     def may_have(self, raw_bytes: int, record_bytes: int) -> bool:
         """Whether a record of this size may be one of so much raw KV, as this tier writes it.
 

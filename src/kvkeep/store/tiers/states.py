@@ -35,7 +35,6 @@ and moves between them by these steps:
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from enum import Enum, auto
 from itertools import islice
@@ -371,10 +370,6 @@ class BlockStates:
         for begin, block in again:
             begin(block)
 
-    def is_current(self, operation: Operation) -> bool:
-        """Whether nothing else was begun with the block of ``operation`` since."""
-        return self._busy.get(operation.block) is operation
-
     @property
     def deleting(self) -> bool:
         """Whether a block is being deleted."""
@@ -387,11 +382,6 @@ class BlockStates:
         with self._changed:
             busy = self._busy.values()
             return any(one.again for one in busy)
-
-    def wait_ended(self, operation: Operation, timeout: float | None) -> bool:
-        """Wait until ``operation`` has ended, ``timeout`` seconds at most; False if it runs on."""
-        with self._changed:
-            return self._changed.wait_for(lambda: operation.ended, timeout)
 
     def refuse(self, block: bytes) -> None:
         """Mark the record of ``block`` as not for this tier, until it is written anew."""
@@ -480,20 +470,16 @@ class Deletion:
 
     def superseded(self, block: bytes) -> bool:
         """Whether something else was begun with ``block`` since, such as its removal."""
-        return not self._states.is_current(self._operations[block])
+        return self._states._busy.get(block) is not self._operations[block]
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for what ran when it began, ``timeout`` seconds at most; False if that runs on."""
         for then, block in self._called_off:
             then(block, False)
         self._called_off = []
-        until = None if timeout is None else time.monotonic() + timeout
-        for operation in self._operations.values():
-            if operation.before is not None:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                if not self._states.wait_ended(operation.before, left):
-                    return False
-        return True
+        before = [one.before for one in self._operations.values() if one.before is not None]
+        with self._states._changed:
+            return self._states._changed.wait_for(lambda: all(one.ended for one in before), timeout)
 
     def __enter__(self) -> Self:
         return self

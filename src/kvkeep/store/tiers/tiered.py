@@ -220,7 +220,7 @@ class TieredStore:
         how a tier that was slow for a while becomes worth reading again.
         """
         self.check_open()
-        if level and blocks and self._levels.tier(level).reads.age_s > _RELEARN_S:
+        if level and blocks and self.tiers[level - 1].reads.age_s > _RELEARN_S:
             self.prefetch(lambda: (blocks[:_RELEARN_BLOCKS], raw_bytes[:_RELEARN_BLOCKS]))
 
     def prepare_reads(self, raw_bytes: int) -> None:
