@@ -148,8 +148,6 @@ class Reader:
             forgotten = self.replacements - mark > len(newer)
         return forgotten or any(not replaced.isdisjoint(blocks) for replaced in newer)
 
-    # --- life cycle ------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Discard prefetches that have not begun."""
         self.prefetching.close()

@@ -315,7 +315,7 @@ class BlockStates:
             self._resting.pop(block, None)
             self._busy[block] = operations[block] = operation
             self._catalogue.forget(block)
-        return Deletion(self, operations, called_off)
+        return Deletion(self, self._busy, self._changed, operations, called_off)
 
     def victims(
         self, needed: int, space: bytes | None = None, *, of: Sequence[bytes] | None = None
@@ -452,10 +452,14 @@ class Deletion:
     def __init__(
         self,
         states: BlockStates,
+        busy: dict[bytes, Operation],
+        changed: threading.Condition,
         operations: dict[bytes, Operation],
         called_off: list[tuple[Callable[[bytes, bool], object], bytes]],
     ) -> None:
         self._states = states
+        self._busy = busy
+        self._changed = changed
         self._operations = operations
         self._called_off = called_off
         self.failed: dict[bytes, None] = {}
@@ -470,7 +474,7 @@ class Deletion:
 
     def superseded(self, block: bytes) -> bool:
         """Whether something else was begun with ``block`` since, such as its removal."""
-        return self._states._busy.get(block) is not self._operations[block]
+        return self._busy.get(block) is not self._operations[block]
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for what ran when it began, ``timeout`` seconds at most; False if that runs on."""
@@ -478,8 +482,8 @@ class Deletion:
             then(block, False)
         self._called_off = []
         before = [one.before for one in self._operations.values() if one.before is not None]
-        with self._states._changed:
-            return self._states._changed.wait_for(lambda: all(one.ended for one in before), timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: all(one.ended for one in before), timeout)
 
     def __enter__(self) -> Self:
         return self
