@@ -35,8 +35,8 @@ class Timeouts:
     ``first_byte_s``: until the first byte of a response body. This covers queueing and the whole
     prefill, and without ``stream`` the whole response; probes find a stopped process much sooner.
     ``idle_s``: between two pieces of a stream, and for the client to take one. ``probe_every_s``:
-    from one probe to the next. ``probe_s``: for a response to a probe. ``tokenize_s``: for one
-    request to /tokenize. ``tries``: how many instances may accept a request and not answer it.
+    from one probe to the next. ``probe_s``: for a response to a probe. ``tries``: how many
+    instances may accept a request and not answer it.
 
     Raises `InvalidValue` for values that are not above 0.
     """
@@ -45,11 +45,10 @@ class Timeouts:
     idle_s: float = 300.0
     probe_every_s: float = 1.0
     probe_s: float = 2.0
-    tokenize_s: float = 2.0
     tries: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("first_byte_s", "idle_s", "probe_every_s", "probe_s", "tokenize_s"):
+        for name in ("first_byte_s", "idle_s", "probe_every_s", "probe_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")
@@ -73,7 +72,6 @@ class Doubt(Enum):
 
     PROBE = "probe"
     REQUEST = "request"
-    TOKENIZE = "tokenize"
     CLIENT_LEFT = "client left"
 
 
@@ -179,9 +177,13 @@ class Health:
             return InstanceHealth.SUSPECT
         return InstanceHealth.RESTING if one.rests_until > self._clock() else InstanceHealth.UP
 
+    def states(self) -> dict[str, InstanceHealth]:
+        """Return the state of each instance, those that are leaving included."""
+        return {name: self.state(name) for name in self._instances}
+
     def up(self) -> list[str]:
         """Return the instances that are up."""
-        unwell = self._states()
+        unwell = self._not_up()
         return [name for name in self._joined if name not in unwell]
 
     def any_up(self) -> bool:
@@ -195,7 +197,7 @@ class Health:
         those that are not resting; if none is left then, suspects are not barred.
         """
         tried = set(tried)
-        unwell = self._states()
+        unwell = self._not_up()
         out = tried | (self._instances.keys() - self._joined.keys() if self._leaving else set())
         if len(self._joined) > len(unwell.keys() | tried & self._joined.keys()):
             return out | unwell.keys()
@@ -206,7 +208,7 @@ class Health:
     def _leaving(self) -> bool:
         return len(self._instances) > len(self._joined)
 
-    def _states(self) -> dict[str, InstanceHealth]:
+    def _not_up(self) -> dict[str, InstanceHealth]:
         """Return the states of the instances that are not up, without those that leave."""
         states = {name: self.state(name) for name in self._unwell}
         for name, state in states.items():

@@ -115,51 +115,14 @@ class PlaceBlocks:
         else:
             del self.holders[key]
 
+    def note_size(self, size: int) -> None:
+        """Note that the place has blocks of this size in this tier."""
+        self.tier.sizes[size] = self.tier.sizes.get(size, 0) | self.bit
+
     def refresh(self, block: Hash, key: int) -> None:
         """Move a block to the end of the eviction order."""
         del self.blocks[block]
         self.blocks[block] = key
-
-
-class PlaceSlots:
-    """Slots of places, the positions of their bits: the lowest that is free."""
-
-    def __init__(self) -> None:
-        self._places: list[Place | None] = []
-        self._slots: dict[Place, int] = {}
-        self._reserved: set[Place] = set()
-
-    def place(self, slot: int) -> Place:
-        """Return the place at a slot."""
-        place = self._places[slot]
-        assert place is not None, "a bit without a place"
-        return place
-
-    def take(self, place: Place) -> int:
-        """Return a place's slot."""
-        slot = self._slots.get(place)
-        if slot is None:
-            if None not in self._places:
-                self._places.append(None)
-            slot = self._slots[place] = self._places.index(None)
-            self._places[slot] = place
-        return slot
-
-    def give(self, place: Place) -> None:
-        """Free a place's slot, unless it is reserved."""
-        if place not in self._reserved and place in self._slots:
-            self._places[self._slots.pop(place)] = None
-
-    def reserve(self, place: Place) -> int:
-        """Return a place's slot, which `give` does not free."""
-        self._reserved.add(place)
-        return self.take(place)
-
-    def release(self, place: Place, *, used: bool) -> None:
-        """Let `give` free a slot again; free it if it is not in use."""
-        self._reserved.discard(place)
-        if not used:
-            self.give(place)
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:
@@ -218,8 +181,8 @@ class PlacementIndex:
         self._instances: dict[str, InstanceBlocks] = {}
         self._expected = InstanceBlocks()  # from `expect`: bounded by the running requests
         self._places: dict[Place, dict[str, PlaceBlocks]] = {}
-        self._slots = PlaceSlots()
-        self._sizes: dict[int, int] = {}  # block size → places with such blocks
+        self._slots: dict[Place, int] = {}
+        self._at: list[Place | None] = []  # by slot
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
         self._records_use = False
@@ -243,15 +206,15 @@ class PlacementIndex:
         found = self._instances.get(instance)
         return (found.blocks, found.evicted) if found is not None else (0, 0)
 
-    # --- places ------------------------------------------------------------------------------
-
-    def reserve(self, place: Place) -> int:
-        """Return a slot, the position of a place's bit, which stays its own until `release`."""
-        return self._slots.reserve(place)
-
-    def release(self, place: Place) -> None:
-        """Give back a place's slot, once its blocks are cleared. Idempotent."""
-        self._slots.release(place, used=place in self._places)
+    def slot(self, place: Place) -> int:
+        """Return the position of a place's bit, which is its own until `remove_instance`."""
+        slot = self._slots.get(place)
+        if slot is None:
+            if None not in self._at:
+                self._at.append(None)
+            slot = self._slots[place] = self._at.index(None)
+            self._at[slot] = place
+        return slot
 
     # --- announced blocks --------------------------------------------------------------------
 
@@ -341,7 +304,7 @@ class PlacementIndex:
         Returns their hashes, for `remove`. Several requests may expect the same blocks.
         """
         own = self._blocks_at(place, tier, self._expected)
-        self._use_size(own, step)
+        own.note_size(step)
         keys = self._public.after(tokens, step, lora, salt) or self._keys.after(
             self._keys.root(lora, salt), tokens[:MAX_TOKENS], step
         )
@@ -354,7 +317,7 @@ class PlacementIndex:
         own = self._announced(place, tier)
         if own is None:
             return
-        self._use_size(own, step)
+        own.note_size(step)
         for key in keys:
             if key in own.blocks:
                 own.refresh(key, key)
@@ -364,9 +327,8 @@ class PlacementIndex:
 
     def clear(self, place: Place) -> None:
         """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""
-        parts = self._places.pop(place, {})
         self._public.forget(place)
-        for name, part in parts.items():
+        for name, part in self._places.pop(place, {}).items():
             for key in part.blocks.values():
                 mask = part.holders.get(key, 0) & ~part.bit
                 if mask:
@@ -375,12 +337,21 @@ class PlacementIndex:
                     part.holders.pop(key, None)
             part.instance.blocks -= len(part.blocks)
             part.instance.parts.remove(part)
-            _clear_bit(part.tier.sizes, part.bit)
-            if name not in self._named and not any(name in one for one in self._places.values()):
+            sizes = part.tier.sizes
+            part.tier.sizes = {
+                size: rest for size, mask in sizes.items() if (rest := mask & ~part.bit)
+            }
+            if name not in self._named and not any(
+                name in parts for parts in self._places.values()
+            ):
                 del self._tiers[name]
-        for part in list(parts.values())[:1]:
-            _clear_bit(self._sizes, part.bit)
-            self._slots.give(place)
+
+    def empty(self, place: Place, tier: str) -> None:
+        """Remove all blocks of a place in one tier."""
+        part = self._places.get(place, {}).get(tier)
+        if part is not None:
+            for block in list(part.blocks):
+                part.drop(block, all_copies=True)
 
     def shrink(self, instance: str, most: int) -> int:
         """Remove up to ``most`` blocks of an instance; return how many are left."""
@@ -394,9 +365,10 @@ class PlacementIndex:
         return own.blocks
 
     def remove_instance(self, instance: str) -> None:
-        """Remove all blocks and counters of an instance."""
-        for place in [place for place in self._places if place.instance == instance]:
+        """Remove all blocks, places and counters of an instance."""
+        for place in [place for place in self._slots if place.instance == instance]:
             self.clear(place)
+            self._at[self._slots.pop(place)] = None
         self._instances.pop(instance, None)
 
     def _announced(self, place: Place, tier: str) -> PlaceBlocks | None:
@@ -411,7 +383,7 @@ class PlacementIndex:
         parts = self._places.setdefault(place, {})
         part = parts.get(tier)
         if part is None:
-            bit = 1 << self._slots.take(place)
+            bit = 1 << self.slot(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
             part = parts[tier] = PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
@@ -429,21 +401,19 @@ class PlacementIndex:
         """Whether a place may have blocks of this size; if so, note that it has some."""
         bit = own.bit
         if not own.tier.sizes.get(block_size, 0) & bit:
-            sizes = {
-                size
-                for other in own.instance.parts
-                if other.bit == bit
-                for size, places in other.tier.sizes.items()
-                if places & bit
-            }
+            sizes = {size for size, places in self._sizes().items() if places & bit}
             if block_size not in sizes and len(sizes) >= _MOST_SIZES:
                 return False
-            self._use_size(own, block_size)
+            own.note_size(block_size)
         return True
 
-    def _use_size(self, own: PlaceBlocks, block_size: int) -> None:
-        for sizes in (self._sizes, own.tier.sizes):
-            sizes[block_size] = sizes.get(block_size, 0) | own.bit
+    def _sizes(self) -> dict[int, int]:
+        """Return the block sizes in use, each with the places that have such blocks."""
+        sizes: dict[int, int] = {}
+        for tier in self._tiers.values():
+            for size, places in tier.sizes.items():
+                sizes[size] = sizes.get(size, 0) | places
+        return sizes
 
     def _record_use(self, keys: list[int]) -> None:
         """Record keys as used. Only a hint: the record is emptied when full, and refills."""
@@ -480,23 +450,26 @@ class PlacementIndex:
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
         """Return the held prefix of this prompt by place, without places that hold nothing."""
-        named: dict[Place, HeldPrefix] = {}
-        for places, held in self.groups(tokens, lora, salt):
-            for slot in bits_of(places):
-                named[self._slots.place(slot)] = held
-        return named
+        return {
+            self._place(slot): held
+            for places, held in self.groups(tokens, lora, salt)
+            for slot in bits_of(places)
+        }
 
-    def groups(self, tokens: TokenArray, lora: str = "", salt: str = "") -> list[HeldGroup]:
+    def groups(
+        self, tokens: TokenArray, lora: str = "", salt: str = "", *, step: int | None = None
+    ) -> list[HeldGroup]:
         """Return the places that hold some of this prompt, by what they hold, the most first.
 
-        Each place is in one group. Their bits are at their slots (see `reserve`).
+        Each place is in one group. Their bits are at their slots (see `slot`). With ``step``, only
+        blocks of this size count.
         """
-        found: list[HeldGroup] = []
+        groups: list[HeldGroup] = []
         root = self._keys.root(lora, salt)
-        for size, among in self._sizes.items():
+        for size, among in self._sizes().items():
             # Only tiers whose blocks end at every step can have all keys of this walk.
-            tiers = [one for one in self._tiers.values() if one.holders and one.has(size)]
-            if not tiers or len(tokens) < size:
+            tiers = [tier for tier in self._tiers.values() if tier.holders and tier.has(size)]
+            if not tiers or len(tokens) < size or step not in {None, size}:
                 continue
             walks = [(self._keys.after(root, tokens[:MAX_TOKENS], size), size)]
             if shared := self._public.after(tokens, size, lora, salt):
@@ -509,10 +482,15 @@ class PlacementIndex:
                 else:
                     held = in_several_tiers(keys, among, tiers, size)
                 if self._records_use and held:
-                    longest = max(one.held.tokens for one in held)
+                    longest = max(group.held.tokens for group in held)
                     self._record_use(keys[: longest // size])
-                found += [one for one in held if one.held.tokens >= least]
-        return longest_first(found)
+                groups += [group for group in held if group.held.tokens >= least]
+        return longest_first(groups)
+
+    def _place(self, slot: int) -> Place:
+        place = self._at[slot]
+        assert place is not None, "a bit without a place"
+        return place
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""
@@ -522,7 +500,7 @@ class PlacementIndex:
                 part = parts.get(tier)
                 if part is None:
                     continue
-                assert self._slots.place(part.bit.bit_length() - 1) == place, place
+                assert self._place(part.bit.bit_length() - 1) == place, place
                 for key in part.blocks.values():
                     counted[key] = counted.get(key, 0) | part.bit
                 spare = len(part.blocks) - len(set(part.blocks.values()))
@@ -549,11 +527,3 @@ def _consistent(tokens: Sequence[int], count: int, block_size: int, before: int)
         and len(tokens) == count * block_size
         and before + len(tokens) <= MAX_TOKENS
     )
-
-
-def _clear_bit(sizes: dict[int, int], bit: int) -> None:
-    """Remove a place from the masks of all block sizes."""
-    for size in list(sizes):
-        sizes[size] &= ~bit
-        if not sizes[size]:
-            del sizes[size]
