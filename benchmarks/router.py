@@ -36,7 +36,7 @@ import numpy as np
 
 from kvkeep import PagedCache
 from kvkeep.core.cost import PrefillCost
-from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
+from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheBlocks
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import PrefixRouter, RoutingCost
 
@@ -202,7 +202,7 @@ class Node:
         self.computed = self.tokens = self.requests = 0
         self.free_at = 0.0
         if router is not None:
-            journal = CacheMirror(1)
+            journal = CacheBlocks(1)
 
             def tell(event: Event) -> None:
                 router.apply(name, journal.take(event))
