@@ -376,14 +376,16 @@ def test_what_is_said_where_nobody_answers(moods, status, message):
         assert sum(len(one.paths) for one in made) == 2  # as many as may be tried
 
 
-def test_nobody_can_be_reached():
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/batches"])
+def test_nobody_can_be_reached(path):
+    """So nothing was executed, and all are tried whatever the request does."""
     gone = [StandIn(), StandIn()]
     urls = [one.url for one in gone]
     for one in gone:
         one.stop()
     proxy = Routing(*urls)
     try:
-        answer = ask(proxy)
+        answer = ask(proxy, path=path)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["message"] == "no instance can be reached"
@@ -716,22 +718,6 @@ def test_a_request_that_was_refused_is_sent_elsewhere_whatever_it_does(mood):
     with routing(mood, mood) as (proxy, made):
         assert ask(proxy, path="/v1/batches").status_code == int(mood)
         assert [len(one.paths) for one in made] == [1, 1]
-
-
-def test_one_that_cannot_be_reached_has_executed_nothing():
-    gone = StandIn()
-    gone.stop()
-    with routing("well", "well") as (proxy, made):
-        proxy.upstreams.add(gone.url)
-        proxy.router.add(gone.url)
-        busy = [
-            proxy.router.begin(proxy.router.score([1] * 9000, among=[one.url])[0]) for one in made
-        ]
-        assert ask(proxy, path="/v1/batches").content == WHOLE
-        assert 'outcome="unreachable"} 1.0' in metrics(proxy)
-        proxy.upstreams.remove(gone.url)
-        for ticket in busy:
-            proxy.router.end(ticket)
 
 
 @pytest.mark.parametrize(

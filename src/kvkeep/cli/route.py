@@ -168,11 +168,7 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
     from kvkeep.serve.router.listening import serve  # noqa: PLC0415
-    from kvkeep.serve.router.membership import (  # noqa: PLC0415
-        Discovery,
-        DnsName,
-        Membership,
-    )
+    from kvkeep.serve.router.membership import DnsName, Membership  # noqa: PLC0415
     from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
@@ -180,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     http.raise_file_limit()
     limits = http.ConnectionLimits(most=http.connections_for(files_each=2))
     names = _listed(args.instances) if args.instances else []
-    discovery = Discovery([DnsName(name) for name in args.discover])
+    discovered = [DnsName(name) for name in args.discover]
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
     tokenizer = None if args.model is None else _tokenizer(args.model)
@@ -200,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         reader = EventReader(sources, router)
         try:
             membership = Membership(
-                router, upstreams, reader, addresses=addresses, discovery=discovery
+                router, upstreams, reader, addresses=addresses, names=discovered
             )
             proxy = create_proxy(
                 router,

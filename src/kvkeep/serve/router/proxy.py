@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
-from kvkeep.serve.router.listening import Readiness, ReadinessGuard
+from kvkeep.serve.router.listening import RouterApp
 from kvkeep.serve.router.membership import Membership
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.prompts import Prompt, PromptParser
@@ -100,7 +100,7 @@ def create_proxy(
     bodies: BodyBudget | None = None,
     membership: Membership | None = None,
     api_key: str | None = None,
-) -> Starlette:
+) -> RouterApp:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``membership`` adds and removes instances; without one, it begins with those of ``upstreams``.
@@ -117,10 +117,9 @@ def create_proxy(
     metrics = RouterMetrics(bodies, router.cost.tiers)
     timeouts = timeouts or Timeouts()
     membership = membership or Membership(router, upstreams, reader)
-    membership.subscribe(metrics.resolved)
+    membership.on_resolved = metrics.resolved
     proxy = _Proxy(router, upstreams, reader, PromptParser(tokenize), timeouts, metrics, api_key)
-
-    upstreams.health.subscribe(metrics.doubted)
+    upstreams.health.on_doubt = metrics.doubted
     probes = Probes(upstreams, timeouts, metrics.probed, on_gone=metrics.forget)
 
     @asynccontextmanager
@@ -140,11 +139,9 @@ def create_proxy(
             proxy.prompts.close()
             await upstreams.close()
 
-    readiness = Readiness(upstreams.health)
-    guards = [Middleware(ReadinessGuard, readiness)]
+    guards = [Middleware(BodyGuard, bodies)]
     if hosts is not None:
-        guards.append(Middleware(TrustedHostMiddleware, list(hosts)))
-    guards.append(Middleware(BodyGuard, bodies))
+        guards.insert(0, Middleware(TrustedHostMiddleware, list(hosts)))
     app = Starlette(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
@@ -154,9 +151,7 @@ def create_proxy(
         middleware=guards,
         lifespan=lifespan,
     )
-    app.state.metrics = metrics
-    app.state.readiness = readiness
-    return app
+    return RouterApp(app, upstreams.health, metrics)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
