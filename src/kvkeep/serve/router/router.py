@@ -19,7 +19,6 @@ from kvkeep.serve.router.placing import (
     PlaceLoad,
     PlaceLoads,
     RoutingCost,
-    Wish,
     choose,
     name_hash,
     prompt_hash,
@@ -316,8 +315,7 @@ class PrefixRouter:
         with self._lock:
             groups = [] if asked is None else self._groups(asked)
             fleet = self._fleet(without)
-            wish = Wish(tie, self.cost.slack, name_hash(key) if key else None)
-            chosen = choose(length, groups, fleet, wish)
+            chosen = choose(length, groups, fleet, tie, name_hash(key) if key else None)
             if chosen is None:
                 return None
             return self._score(fleet, chosen.slot, chosen.held, length, chosen.prefill_s)
