@@ -41,7 +41,7 @@ _THREADS: Final = 2
 _NOTHING: Final = msgspec.Raw()
 _EMPTY: Final = (_NOTHING, msgspec.Raw(b"null"))
 _LIST: Final = re.compile(rb'\s*\[\s*([\["]?)')
-_BINARY: Final = re.compile(rb';base64,|"base64"')  # an image; its bytes are not its tokens
+_BINARY: Final = (b";base64,", b'"base64"')  # before an image; its bytes are not its tokens
 _TOKENIZED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
@@ -187,9 +187,9 @@ def _text_of(fields: _Body) -> Text | None:
     parts = [bytes(memoryview(field)[:MOST_BYTES]) for field in fields.opening()]
     before = b"\0".join([*parts, b""])
     text = (before + conversation)[:MOST_BYTES]
-    binary = _BINARY.search(text)
     opening = before + conversation[: _opening_of(conversation)]
-    return Text(text if binary is None else text[: binary.start()], opening)
+    images = (at for mark in _BINARY if (at := text.find(mark)) >= 0)
+    return Text(text[: min(images, default=len(text))], opening)
 
 
 def _opening_of(conversation: bytes) -> int:
