@@ -134,7 +134,7 @@ def _of_instances(
     suspect = _gauge("suspect", "1: no requests until it answers a probe")
     blocks = _gauge(
         "instance_blocks",
-        "Blocks of an instance: known, and evicted from the index at its limit",
+        "Blocks of an instance: announced (known), routed, and evicted from the index at its limit",
         "what",
     )
     for name, state in states.items():
@@ -143,7 +143,9 @@ def _of_instances(
         waiting.add_metric([name], seconds)
         resting.add_metric([name], state is InstanceHealth.RESTING)
         suspect.add_metric([name], state is InstanceHealth.SUSPECT)
-        for what, count in zip(("known", "evicted"), router.blocks(name), strict=True):
+        known, evicted = router.blocks(name)
+        routed = router.routed(name)
+        for what, count in (("known", known), ("routed", routed), ("evicted", evicted)):
             blocks.add_metric([name, what], count)
     yield from (running, waiting, resting, suspect, blocks)
 

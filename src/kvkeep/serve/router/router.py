@@ -156,9 +156,9 @@ class PrefixRouter:
     choose the same instance for a prompt, as far as they know the same load (`RoutingCost.slack`).
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
-    so that no prompt is sent to a rank that does not exist. The index keeps at most
-    ``most_blocks`` per instance. ``public`` are prefixes that the instances share among salts, so a
-    prompt of a new salt goes where they are cached.
+    so that no prompt is sent to a rank that does not exist. The index keeps at most ``most_blocks``
+    per instance, and as many of what was routed to it. ``public`` are prefixes that the instances
+    share among salts, so a prompt of a new salt goes where they are cached.
 
     Thread safety: safe; every method takes one lock. Cost: see `PlacementIndex`. Raises
     `InvalidValue` for ``ranks`` out of range.
@@ -466,9 +466,14 @@ class PrefixRouter:
             return self._all_loads.total(self._loads.get(instance, {}).values())
 
     def blocks(self, instance: str) -> tuple[int, int]:
-        """Return an instance's number of known blocks, and of evicted ones."""
+        """Return an instance's number of announced blocks, and of evicted ones."""
         with self._lock:
             return self._index.instance_blocks(instance)
+
+    def routed(self, instance: str) -> int:
+        """Return the blocks of prompts that count as held since they were routed to an instance."""
+        with self._lock:
+            return self._index.routed_blocks(instance)
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""
