@@ -194,7 +194,7 @@ class PlacementIndex:
 
     def __len__(self) -> int:
         """Blocks of all places and tiers, copies counted once; without routed ones."""
-        return self._expected.blocks + sum(one.blocks for one in self._instances.values())
+        return self._expected.blocks + sum(each.blocks for each in self._instances.values())
 
     @property
     def num_prefixes(self) -> int:
@@ -247,11 +247,11 @@ class PlacementIndex:
         "" for none. ``lora`` and ``salt`` matter only at a prompt's start.
         """
         count = len(hashes)
-        own = self._announced(place, tier)
-        if own is None:
+        part = self._announced(place, tier)
+        if part is None:
             self.refused += count
             return
-        start = self._keys.root(lora, salt) if parent is None else own.blocks.get(parent)
+        start = self._keys.root(lora, salt) if parent is None else part.blocks.get(parent)
         if start is None:
             start = self._find_parent(place, parent)
         if start is None:
@@ -259,7 +259,7 @@ class PlacementIndex:
             return
         keys = None
         if _consistent(tokens, count, block_size, length_of(start)) and self._allow_size(
-            own, block_size
+            part, block_size
         ):
             keys = self._keys_of(start, tokens, block_size, marks)
         if keys is None:
@@ -269,8 +269,8 @@ class PlacementIndex:
             self._public.stored(place, lora, salt, tokens, block_size)
         elif self._records_use:
             self._record_use([start])
-        own.add_all(hashes, keys)
-        self._bound(own.instance)
+        part.add_all(hashes, keys)
+        self._bound(part.instance)
 
     def _bound(self, instance: InstanceBlocks) -> None:
         """Keep an instance within its limit."""
@@ -296,15 +296,15 @@ class PlacementIndex:
             return None
         added = None
         if marks is not None and marked:
-            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
+            added = np.array([self._keys.mark(mark) if mark else 0 for mark in marks], np.uint64)
         return self._keys.after(start, row, block_size, added)
 
     def remove(self, place: Place, hashes: Iterable[Hash], *, tier: str = "GPU") -> None:
         """Remove one copy of each of these blocks; unknown ones are ignored."""
-        own = self._places.get(place, {}).get(tier)
-        if own is not None:
+        part = self._places.get(place, {}).get(tier)
+        if part is not None:
             for block in hashes:
-                own.drop(block)
+                part.drop(block)
 
     def expect(
         self, place: Place, tokens: TokenArray, step: int, *, tier: str, lora: str, salt: str
@@ -313,26 +313,26 @@ class PlacementIndex:
 
         Returns their hashes, for `remove`. Several requests may expect the same blocks.
         """
-        own = self._blocks_at(place, tier, self._expected)
-        own.note_size(step)
+        part = self._blocks_at(place, tier, self._expected)
+        part.note_size(step)
         keys = self._public.after(tokens, step, lora, salt) or self._keys.after(
             self._keys.root(lora, salt), tokens[:MAX_TOKENS], step
         )
         for key in keys:
-            own.add(key, key)
+            part.add(key, key)
         return keys
 
     def keep(self, place: Place, keys: Sequence[int], step: int, *, tier: str) -> None:
         """Add a prompt that a place has computed, whose ``keys`` are those of `expect`."""
         account = self._routed.setdefault(place.instance, InstanceBlocks())
-        own = self._blocks_at(place, tier, account)
-        own.note_size(step)
+        part = self._blocks_at(place, tier, account)
+        part.note_size(step)
         for key in keys:
-            if key in own.blocks:
-                own.refresh(key, key)
+            if key in part.blocks:
+                part.refresh(key, key)
             else:
-                own.add(key, key)
-        self._bound(own.instance)
+                part.add(key, key)
+        self._bound(part.instance)
 
     def clear(self, place: Place) -> None:
         """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""
@@ -405,14 +405,14 @@ class PlacementIndex:
                 return key
         return None
 
-    def _allow_size(self, own: PlaceBlocks, block_size: int) -> bool:
+    def _allow_size(self, part: PlaceBlocks, block_size: int) -> bool:
         """Whether a place may have blocks of this size; if so, note that it has some."""
-        bit = own.bit
-        if not own.tier.sizes.get(block_size, 0) & bit:
+        bit = part.bit
+        if not part.tier.sizes.get(block_size, 0) & bit:
             sizes = {size for size, places in self._sizes().items() if places & bit}
             if block_size not in sizes and len(sizes) >= _MOST_SIZES:
                 return False
-            own.note_size(block_size)
+            part.note_size(block_size)
         return True
 
     def _sizes(self) -> dict[int, int]:
@@ -438,7 +438,7 @@ class PlacementIndex:
         """
         left = max(instance.blocks - self._most, self._most // _ROUND)
         while left > 0:
-            part = max(instance.parts, key=lambda one: len(one.blocks))
+            part = max(instance.parts, key=lambda part: len(part.blocks))
             oldest = min(2 * left, max(left, len(part.blocks) // 2))  # spare the newer half
             gone, spare = 0, oldest - left
             for block, key in list(islice(part.blocks.items(), oldest)):
@@ -516,15 +516,15 @@ class PlacementIndex:
                 assert set(part.copies) <= set(part.blocks), (place, tier)
             assert counted == blocks.holders, tier
         for name, instance in (*self._instances.items(), *self._routed.items()):
-            own = [
+            parts_of = [
                 part
                 for place, parts in self._places.items()
                 if place.instance == name
                 for part in parts.values()
                 if part.instance is instance
             ]
-            assert {*map(id, own)} == {*map(id, instance.parts)}, name
-            assert instance.blocks == sum(len(part.blocks) for part in own) <= self._most, name
+            assert {*map(id, parts_of)} == {*map(id, instance.parts)}, name
+            assert instance.blocks == sum(len(part.blocks) for part in parts_of) <= self._most, name
 
 
 def _consistent(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:

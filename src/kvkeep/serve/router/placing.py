@@ -148,17 +148,17 @@ def _at_key(  # noqa: PLR0917 - the state of a choice
     slots = np.flatnonzero(fleet.open)
     first = slots[heaviest(fleet.instance_hashes[slots], key)]
     same = fleet.instance_hashes[slots] == fleet.instance_hashes[first]
-    found = []
+    there = []
     for slot in slots[same].tolist():
         held = next((held for places, held in groups if places >> slot & 1), HeldPrefix())
         prefill_s = fleet.cost.prefill_s(tokens, held)
         if prefill_s <= best.prefill_s * _SAME:
-            found.append(Chosen(slot, held, prefill_s))
-    if not found:
+            there.append(Chosen(slot, held, prefill_s))
+    if not there:
         return best
-    own = min(found, key=lambda one: one.prefill_s + load[one.slot])
-    late_s = fleet.wait_s[own.slot] - fleet.wait_s[best.slot]
-    return own if late_s <= max(best.prefill_s, _WAIT_S) else best
+    home = min(there, key=lambda choice: choice.prefill_s + load[choice.slot])
+    late_s = fleet.wait_s[home.slot] - fleet.wait_s[best.slot]
+    return home if late_s <= max(best.prefill_s, _WAIT_S) else best
 
 
 def _flags(mask: int, count: int) -> Flags:
@@ -234,7 +234,7 @@ class PlaceLoads:
         self._requests = np.zeros(0, np.int64)
         self._recent_s = np.zeros(0)
         self._noted = np.zeros(0)
-        self.known: Flags = np.zeros(0, np.bool_)
+        self.in_use: Flags = np.zeros(0, np.bool_)
         """Slots that have a place."""
         self.instance_hashes = np.zeros(0, np.uint64)
         self.place_hashes = np.zeros(0, np.uint64)
@@ -243,12 +243,12 @@ class PlaceLoads:
         """Add a place without load at a free slot."""
         while slot >= len(self._all):
             self._all.append(None)
-        if slot >= len(self.known):
+        if slot >= len(self.in_use):
             self._grow(slot + 1)
         load = self._all[slot] = PlaceLoad(place, slot)
         for values in (self._waiting_ns, self._requests, self._recent_s, self._noted):
             values[slot] = 0
-        self.known[slot] = True
+        self.in_use[slot] = True
         self.instance_hashes[slot] = name_hash(place.instance)
         self.place_hashes[slot] = name_hash(place.instance, str(place.rank))
         return load
@@ -257,7 +257,7 @@ class PlaceLoads:
         """Remove a place, whose slot is free then."""
         load.gone = True
         self._all[load.slot] = None
-        self.known[load.slot] = False
+        self.in_use[load.slot] = False
 
     def at(self, slot: int) -> PlaceLoad:
         """Return the load of the place at a slot."""
@@ -305,14 +305,14 @@ class PlaceLoads:
         return int(self._requests[slots].sum()), float(self._waiting_ns[slots].sum() * 1e-9)
 
     def _grow(self, least: int) -> None:
-        size = max(_FIRST, least, 2 * len(self.known))
+        size = max(_FIRST, least, 2 * len(self.in_use))
 
         def longer(values: Any) -> Any:
             return np.concatenate((values, np.zeros(size - len(values), values.dtype)))
 
         self._waiting_ns, self._requests = longer(self._waiting_ns), longer(self._requests)
         self._recent_s, self._noted = longer(self._recent_s), longer(self._noted)
-        self.known = longer(self.known)
+        self.in_use = longer(self.in_use)
         self.instance_hashes = longer(self.instance_hashes)
         self.place_hashes = longer(self.place_hashes)
 

@@ -250,7 +250,7 @@ class PrefixRouter:
 
     def _clear(self, place: Place) -> None:
         self._index.clear(place)
-        self._windows = {known for known in self._windows if known[0] != place}
+        self._windows = {window for window in self._windows if window[0] != place}
 
     def _apply(self, place: Place, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -365,7 +365,7 @@ class PrefixRouter:
     def _fleet(self, without: Collection[str]) -> Fleet:
         """Return the places with their loads; those of ``without`` are not open."""
         loads = self._all_loads
-        open_ = loads.known.copy()
+        open_ = loads.in_use.copy()
         for instance in without:
             for load in self._loads.get(instance, {}).values():
                 open_[load.slot] = False
