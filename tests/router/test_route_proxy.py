@@ -161,7 +161,8 @@ def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
     with routing("well") as (proxy, (one,)):
         for body in (b"", b"{", b"[]", b'"x"', b'{"prompt": {}}', b'{"prompt": [1, "x"]}',
                      b'{"prompt": [-1]}', b'{"prompt": []}', b'{"messages": "x"}',
-                     b"[" * 100_000, b"\xff\xfe", b'{"prompt": [[1]], "model": 7}'):  # fmt: skip
+                     b"[" * 100_000, b"\xff\xfe",
+                     b'{"prompt": "base64"}', b'{"prompt": [[1]], "model": 7}'):  # fmt: skip
             answer = httpx.post(f"{proxy.url}/v1/completions", content=body)
             assert answer.content == WHOLE
             assert one.asked[-1][2] == body

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.router.index import Place
 
     Slots = npt.NDArray[np.intp]
@@ -177,7 +178,7 @@ def name_hash(*names: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def prompt_hash(tokens: npt.NDArray[np.generic], lora: str, salt: str) -> int:
+def prompt_hash(tokens: TokenArray, lora: str, salt: str) -> int:
     """Return 64 bits for a prompt: its end, its length and its namespace. Cost: below 20 µs."""
     digest = hashlib.blake2b(tokens[-_TAIL:].tobytes(), digest_size=8)
     digest.update(repr((len(tokens), lora, salt)).encode("utf-8", "surrogatepass"))

@@ -44,6 +44,7 @@ _OWN_TIERS = frozenset({_COMING, _ROUTED, _TEXT})
 _ROUTED_TOKENS = 64
 # Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
+_TAIL = 4096  # bytes of an opening that decide, from its end
 _MARK_LENGTH = 4096
 # Bounds on the announcements of one instance.
 _MOST_ADAPTERS = 1_000
@@ -67,7 +68,8 @@ class Text:
     @property
     def symbols(self) -> TokenArray:
         """Four bytes each; what is left over at the end is no symbol."""
-        return np.frombuffer(self.raw, TOKEN_DTYPE, len(self.raw) // TOKEN_BYTES)
+        size = len(self) * TOKEN_BYTES
+        return np.frombuffer(self.raw[:size], TOKEN_DTYPE)
 
     def __len__(self) -> int:
         """About how many tokens it has."""
@@ -87,8 +89,8 @@ class _Asked(NamedTuple):
     def of(cls, tokens: TokensLike | Text, lora: str, salt: str) -> _Asked:
         digest = salt_digest(salt) if salt else ""
         if isinstance(tokens, Text):
-            opening = np.frombuffer(tokens.opening or tokens.raw, np.uint8)
-            tie = prompt_hash(opening, lora, salt)
+            opening = tokens.opening or tokens.raw
+            tie = name_hash(lora, salt, str(len(opening)), opening[-_TAIL:].decode("latin-1"))
             return cls(tokens.symbols, lora, f"text {digest}", True, tie)
         row = as_tokens(tokens)
         return cls(row, lora, digest, False, prompt_hash(row, lora, salt))
