@@ -199,7 +199,11 @@ def test_what_was_answered_counts_as_there_until_events_decide(router):
 
 
 @given(
-    st.text(st.characters(max_codepoint=127), max_size=600).map(str.encode),
+    st.builds(
+        lambda text, length: (text * 600)[:length].encode(),
+        st.text(st.characters(max_codepoint=127), min_size=1, max_size=9),
+        st.integers(0, 600),
+    ),
     st.integers(0, 300),
     st.booleans(),
 )
