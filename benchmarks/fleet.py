@@ -37,7 +37,7 @@ import numpy as np
 
 from kvkeep import PagedCache
 from kvkeep.core.cost import PrefillCost
-from kvkeep.serve.kv_events import AllBlocksCleared, BlockStored, CacheMirror
+from kvkeep.serve.kv_events import AllBlocksCleared, BlockStored, CacheBlocks
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
 from kvkeep.serve.router import PrefixRouter, RoutingCost
 
@@ -209,7 +209,7 @@ class Node:
         self.cache = PagedCache(pages, 1)
         self.computed = 0
         self.free_at = 0.0
-        mirror = CacheMirror(1)
+        mirror = CacheBlocks(1)
 
         def tell(event: Event) -> None:
             events = list(mirror.take(event))

@@ -8,8 +8,8 @@ Replay: the requests of a trace (``--trace``: one JSON object a line with ``time
 ``input_length``, ``output_length`` and ``hash_ids``, one for 512 tokens, as Mooncake's) on
 simulated nodes. A node is our `PagedCache` (LRU), of which the router knows what its events say; it
 computes 15,000 tokens a second, one prompt after the other. Beside it the same nodes with requests
-placed at random, by load, and by what was routed to each node (both without events), and
-one node with the memory of all.
+placed at random, by load, and by what was routed to each node (both without events), as texts,
+which events tell nothing of, and one node with the memory of all.
 
     python benchmarks/router.py                          # speed
     python benchmarks/router.py --trace conversation.jsonl.gz
@@ -36,9 +36,9 @@ import numpy as np
 
 from kvkeep import PagedCache
 from kvkeep.core.cost import PrefillCost
-from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheMirror
+from kvkeep.serve.kv_events import BlockRemoved, BlockStored, CacheBlocks
 from kvkeep.serve.kv_events.wire import Batch, decode, encode
-from kvkeep.serve.router import PrefixRouter, RoutingCost
+from kvkeep.serve.router import PrefixRouter, RoutingCost, Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +202,7 @@ class Node:
         self.computed = self.tokens = self.requests = 0
         self.free_at = 0.0
         if router is not None:
-            journal = CacheMirror(1)
+            journal = CacheBlocks(1)
 
             def tell(event: Event) -> None:
                 router.apply(name, journal.take(event))
@@ -239,8 +239,9 @@ def replay(
     routed: bool,
     events: bool = True,
     remembered: bool = False,
+    text: bool = False,
 ) -> Replay:
-    """Replay the trace over nodes of equal size; ``remembered``: by what was routed."""
+    """Replay the trace over nodes of equal size; ``remembered``: by what was routed, or by text."""
     begun = time.perf_counter()
     now = 0.0
     block = 1 if remembered else TRACE_BLOCK  # tokens that a token of the router stands for
@@ -263,7 +264,9 @@ def replay(
         if router is None:
             hits += made[chance.choice(names)].serve(blocks, now)
             continue
-        prompt = as_tokens(blocks) if remembered else blocks
+        prompt: Any = as_tokens(blocks) if remembered else blocks
+        if text:
+            prompt = Text(prompt.tobytes())
         best = router.choose(prompt)
         assert best is not None
         ticket = router.begin(best, prompt if remembered else None)
@@ -293,6 +296,7 @@ def replays(path: Path, nodes: int, tokens: int) -> list[Replay]:
         replay("random", requests, nodes, pages, routed=False),
         replay("by load", requests, nodes, pages, routed=True, events=False),
         replay("as routed", requests, nodes, pages, routed=True, events=False, remembered=True),
+        replay("as text", requests, nodes, pages, routed=True, remembered=True, text=True),
         replay("by prefix", requests, nodes, pages, routed=True),
         replay("one pool", requests, 1, nodes * pages, routed=False),
     ]

@@ -17,7 +17,7 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.core.keys import chain_keys, root_key
 from kvkeep.serve.kv_events import (
     BlockStored,
-    CacheMirror,
+    CacheBlocks,
     EventPublisher,
     EventReader,
     Source,
@@ -168,6 +168,42 @@ def test_a_full_queue_never_holds_the_cache_up_and_loses_nothing_for_good():
         publisher.close()
 
 
+def test_many_who_ask_for_a_snapshot_cost_the_cache_one_look(cache):
+    """Ten at once: the tree is walked once a second at most, and each gets all of it."""
+    fill(cache, list(range(60)))
+    looks = []
+
+    class Watched:
+        page_size, groups, subscribe = cache.page_size, cache.groups, cache.subscribe
+
+        def namespaces(self):
+            looks.append(1)
+            return cache.namespaces()
+
+        def runs(self, space):
+            return cache.runs(space)
+
+    publisher = EventPublisher(Watched(), ANY, ANY)
+    context = zmq.Context()
+    try:
+        eventually(lambda: publisher.stats.batches >= 2)
+        before = len(looks)
+        dealers = [context.socket(zmq.DEALER) for _ in range(10)]
+        for dealer in dealers:
+            dealer.connect(publisher.replay)
+            dealer.send_multipart((b"", seq_frame(SNAPSHOT)))
+        for dealer in dealers:
+            mirror = Mirror()
+            while (frames := dealer.recv_multipart())[2] != END:
+                mirror.apply("a", decode(frames[3])[0].events)
+            assert mirror.of() == hashes(cache)
+        assert 1 <= len(looks) - before <= 3
+        assert publisher.stats.snapshots == 10
+    finally:
+        context.destroy(linger=0)
+        publisher.close()
+
+
 def test_close_publishes_the_rest_and_leaves_no_thread(cache):
     before = set(threading.enumerate())
     publisher = EventPublisher(cache, ANY)
@@ -200,6 +236,10 @@ def test_an_endpoint_that_is_taken(cache):
 # --- the journal -----------------------------------------------------------------------------
 
 
+def runs_of(cache):
+    return [(space, list(cache.runs(space))) for space in cache.namespaces()]
+
+
 def told(mirror: Mirror, events) -> None:
     mirror.apply("a", events)
 
@@ -207,7 +247,7 @@ def told(mirror: Mirror, events) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2**20)), max_size=25), st.data())
 def test_a_journal_mirrors_its_cache_and_survives_missed_events(steps, data):
-    cache, journal, mirror = PagedCache(24, 2), CacheMirror(2), Mirror()
+    cache, journal, mirror = PagedCache(24, 2), CacheBlocks(2), Mirror()
     deaf = False
 
     def hear(event):
@@ -224,19 +264,17 @@ def test_a_journal_mirrors_its_cache_and_survives_missed_events(steps, data):
         else:
             deaf = not deaf
             if not deaf:
-                runs = [(space, list(cache.runs(space))) for space in cache.namespaces()]
-                told(mirror, journal.reconcile(runs))
+                told(mirror, journal.reconcile(runs_of(cache)))
         if not deaf:
             assert mirror.of() == hashes(cache)
             fresh = Mirror()
-            told(fresh, journal.snapshot())
+            told(fresh, CacheBlocks(2).reconcile(runs_of(cache)))
             assert fresh.of() == hashes(cache)
-            assert len(journal) == len(hashes(cache))
 
 
 def test_events_seen_in_the_runs_already_change_nothing():
     """What happens while the cache is being looked at is taken a second time."""
-    cache, journal, mirror, late = PagedCache(12, 2), CacheMirror(2), Mirror(), []
+    cache, journal, mirror, late = PagedCache(12, 2), CacheBlocks(2), Mirror(), []
     cache.subscribe(late.append)
     rng = np.random.default_rng(5)
     for _ in range(30):
@@ -249,7 +287,7 @@ def test_events_seen_in_the_runs_already_change_nothing():
 
 
 def test_runs_without_tokens_are_not_told():
-    cache, journal = PagedCache(12, 2, prefix="chain"), CacheMirror(2)
+    cache, journal = PagedCache(12, 2, prefix="chain"), CacheBlocks(2)
     fill(cache, [1, 2, 3, 4])
     assert journal.reconcile((space, cache.runs(space)) for space in cache.namespaces()) == []
     cache.subscribe(lambda event: events.extend(journal.take(event)))
@@ -262,11 +300,11 @@ def test_runs_without_tokens_are_not_told():
 def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
     """One prompt of up to a million tokens: told in pieces, each behind the one before."""
     cache = PagedCache(pages + 1, page_size)
-    journal = CacheMirror(page_size)
+    journal = CacheBlocks(page_size)
     with cache.open(np.arange(pages * page_size, dtype=np.int32)) as sequence:
         sequence.publish()
     told = journal.reconcile([(Namespace(), cache.runs(Namespace()))])
-    for events in (told, list(journal.snapshot())):
+    for events in (told, CacheBlocks(page_size).reconcile(runs_of(cache))):
         assert all(event.extra_keys is None for event in events)
         assert sum(len(event.block_hashes) for event in events) == pages
         for event, before in zip(events[1:], events, strict=False):
@@ -278,12 +316,12 @@ def test_no_event_and_no_batch_is_too_large_for_a_reader(page_size, pages):
     gone = journal.reconcile([])
     assert sum(len(event.block_hashes) for event in gone) == pages
     assert len(gone) == -(-pages // 2**16)
-    assert len(journal) == 0
+    assert journal.reconcile([]) == []
 
 
 def test_a_salt_is_told_once_at_the_beginning_of_a_prompt():
     cache = PagedCache(64, 4)
-    journal = CacheMirror(4)
+    journal = CacheBlocks(4)
     told: list[BlockStored] = []
     cache.subscribe(lambda event: told.extend(journal.take(event)))
     fill(cache, list(range(9)), "pepper")

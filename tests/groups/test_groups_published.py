@@ -10,7 +10,7 @@ from symbolic import BOTH, GRID, STATE, WINDOW, SymbolicEngine, prompt
 
 from kvkeep.core.errors import OutOfPages
 from kvkeep.core.prefix.node import descend
-from kvkeep.serve.kv_events import BlockStored, CacheMirror
+from kvkeep.serve.kv_events import BlockStored, CacheBlocks
 
 if TYPE_CHECKING:
     from kvkeep.core.groups import GroupLayout
@@ -61,7 +61,7 @@ def all_runs(engine: SymbolicEngine) -> list[Any]:
 def test_blocks_are_published_up_to_checkpoints(layout: GroupLayout, seed: int) -> None:
     chance = random.Random(seed)
     engine = SymbolicEngine(140, layout)
-    mirror, reader = CacheMirror(4, groups=True), Reader(4)
+    mirror, reader = CacheBlocks(4, groups=True), Reader(4)
     engine.cache.subscribe(lambda event: reader.read(mirror.take(event)))
     seen = [prompt(0, 9)]
     for number in range(1, 60):
@@ -81,10 +81,10 @@ def test_blocks_are_published_up_to_checkpoints(layout: GroupLayout, seed: int) 
             engine.cache.remove(tokens)
         assert set(reader.blocks.values()) == resumable(engine)
         late = Reader(4)
-        late.read(list(mirror.snapshot()))
+        late.read(CacheBlocks(4, groups=True).reconcile(all_runs(engine)))
         assert late.blocks == reader.blocks
         if number % 20 == 0:  # events were lost
-            mirror, reader = CacheMirror(4, groups=True), Reader(4)
+            mirror, reader = CacheBlocks(4, groups=True), Reader(4)
             reader.read(mirror.reconcile(all_runs(engine)))
     before = dict(reader.blocks)
     engine.cache.evict(10)
@@ -102,10 +102,9 @@ def test_events_that_were_missed_leave_no_stale_counts() -> None:
     engine.cache.clear()
     engine.run(prompt(5, 60)).close()
     for lost in range(len(events)):
-        mirror, reader = CacheMirror(4, groups=True), Reader(4)
+        mirror, reader = CacheBlocks(4, groups=True), Reader(4)
         for at, event in enumerate(events):
             if at != lost:
-                mirror.take(event)
-        mirror.reconcile(all_runs(engine))
-        reader.read(list(mirror.snapshot()))
+                reader.read(mirror.take(event))
+        reader.read(mirror.reconcile(all_runs(engine)))
         assert set(reader.blocks.values()) == resumable(engine), lost

@@ -35,13 +35,12 @@ class StandIn:
 
     "well" · "503" · "429" · "500" · "hangs up" before a head · "head only" then hangs up ·
     "half" an answer · "waits" until the client goes · "stalls" after a head · "stops" in the
-    middle · "garbage" · "stopped": nothing, on no path. ``tokens`` are what it says that any text
-    is. /health is answered with ``health`` in all moods but the last, and not counted as asked.
+    middle · "garbage" · "stopped": nothing, on no path. /health is answered with ``health`` in all
+    moods but the last, and not counted as asked.
     """
 
     def __init__(self, mood: str = "well") -> None:
         self.mood = mood
-        self.tokens: bytes | None = None
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.methods: list[str] = []
         self.left = 0
@@ -56,7 +55,7 @@ class StandIn:
 
     @property
     def paths(self) -> list[str]:
-        return [path for path, _, _ in self.asked if path != "/tokenize"]
+        return [path for path, _, _ in self.asked]
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -113,18 +112,12 @@ class StandIn:
                 await writer.wait_closed()
             self._serving.discard(task)
 
-    async def _answer(self, path, body, reader, writer) -> None:  # noqa: PLR0912 - one a mood
+    async def _answer(self, path, body, reader, writer) -> None:
         def head(status: str, more: str = "") -> bytes:
             return f"HTTP/1.1 {status}\r\nconnection: close\r\n{more}\r\n".encode()
 
-        if path == "/tokenize" and self.tokens is not None:
-            writer.write(head("200 OK", "content-encoding: gzip\r\n" * (self.tokens == b"gzip")))
-            writer.write(self.tokens)
-        elif path == "/tokenize" and self.mood not in {"hangs up", "stopped"}:
-            text = json.loads(body).get("prompt") or "".join(
-                turn["content"] for turn in json.loads(body)["messages"]
-            )
-            answer = json.dumps({"tokens": list(text.encode())}).encode()
+        if path == "/tokenize":
+            answer = json.dumps({"tokens": list(json.loads(body)["prompt"].encode())}).encode()
             writer.write(head("200 OK", f"content-length: {len(answer)}\r\n") + answer)
         elif self.mood == "well":
             kind = "content-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-mine: 1\r\n"

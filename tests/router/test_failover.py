@@ -20,6 +20,8 @@ import pytest
 from processes import Instance, Process, route
 from standing_in import eventually
 
+from kvkeep.serve.models import bundled_model
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -36,6 +38,8 @@ def blocks(url: str) -> list[int]:
     return [int(float(one)) for one in found]
 
 
+# Texts that a router tokenizes are compared with what events say, so routers know the same of them.
+MODEL = ("--model", str(bundled_model()))
 SYSTEM = "You are a helper of few words, and you answer what you are asked. "
 
 
@@ -64,7 +68,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     servers = [Instance() for _ in range(4)]
-    made = [route(some, "--idle-timeout", "4") for some in (servers, servers[::-1])]
+    made = [route(some, *MODEL, "--idle-timeout", "4") for some in (servers, servers[::-1])]
     found = Fleet(servers, [one for one, _ in made], [url for _, url in made])
     try:
         for one in servers:
@@ -219,7 +223,7 @@ def test_a_router_that_dies_loses_nothing(fleet):
     assert texts[:6] == texts[6:]
     assert all(text.startswith(one) for text, one in zip(texts, expected * 2, strict=True))
     # It comes back knowing nothing, and learns from snapshots what all servers hold.
-    fleet.routers[0], fleet.urls[0] = route(fleet.servers)
+    fleet.routers[0], fleet.urls[0] = route(fleet.servers, *MODEL)
     eventually(lambda: fleet.all_up(0), 60)
     eventually(lambda: fleet.blocks(0) == fleet.blocks(1)[::-1])
     assert fleet.routers[0].process.poll() is None

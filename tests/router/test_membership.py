@@ -18,7 +18,6 @@ from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import BlockStored, EventPublisher, EventReader
 from kvkeep.serve.router import PrefixRouter
 from kvkeep.serve.router.membership import (
-    Discovery,
     DnsName,
     EventAddresses,
     Membership,
@@ -162,7 +161,12 @@ def test_a_name_is_followed_and_failures_change_nothing():
         return one
 
     async def follow() -> None:
-        following = asyncio.create_task(DnsName("dns://x:9").follow(0.001, found.append, next_one))
+        members = Membership(
+            PrefixRouter(), Upstreams(), names=[DnsName("dns://x:9")], every_s=0.001,
+            resolver=next_one,
+        )  # fmt: skip
+        members.on_resolved = lambda _, resolution: found.append(resolution)
+        following = asyncio.create_task(members.run())
         while len(found) < 6:
             await asyncio.sleep(0.001)
         following.cancel()
@@ -305,7 +309,7 @@ def test_instances_that_a_name_lists_come_and_go():
     router = PrefixRouter()
     upstreams = Upstreams()
     membership = Membership(
-        router, upstreams, discovery=Discovery(names, 0.02, resolver), keep_s=0.0
+        router, upstreams, names=names, every_s=0.02, resolver=resolver, keep_s=0.0
     )
     try:
         with routing(router=router, upstreams=upstreams, membership=membership) as (proxy, _):
@@ -332,7 +336,7 @@ def test_what_is_known_of_an_instance_goes_with_it():
     names = [DnsName(f"dns://servers:{port}") for port in ports]
     router, upstreams = PrefixRouter(), Upstreams()
     membership = Membership(
-        router, upstreams, discovery=Discovery(names, 0.02, resolver), keep_s=0.0
+        router, upstreams, names=names, every_s=0.02, resolver=resolver, keep_s=0.0
     )
     try:
         with (

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.serve.router.chats import MOST_BYTES
-from kvkeep.serve.router.health import Timeouts
-from kvkeep.serve.router.prompts import MOST_TOKENS, Prompt, PromptParser, TokenizeOutcome
-from kvkeep.serve.router.upstreams import Upstreams
+from kvkeep.core.errors import InvalidValue
+from kvkeep.serve.router import Text
+from kvkeep.serve.router.prompts import MOST_BYTES, MOST_TOKENS, Prompt, PromptParser
 
 ROWS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=9)
@@ -33,9 +32,6 @@ ASKED = st.fixed_dictionaries(
 )
 
 
-NOBODY = Upstreams(["http://127.0.0.1:1"])  # it is never asked
-
-
 def read(body: bytes, path: str = "/v1/completions") -> tuple[Prompt, list[Any]]:
     """What is made of this body, and what was to be tokenized."""
     seen: list[Any] = []
@@ -44,7 +40,7 @@ def read(body: bytes, path: str = "/v1/completions") -> tuple[Prompt, list[Any]]
         seen.append(asked)
         return np.array([7, 7, 7], np.int32)
 
-    prompts = PromptParser(NOBODY, Timeouts(tokenize_s=20.0), tokenize)
+    prompts = PromptParser(tokenize, tokenize_s=20.0)
     try:
         return asyncio.run(prompts.read(path, body, [])), seen
     finally:
@@ -58,8 +54,7 @@ def test_it_reads_what_json_says(asked, indent):
     if isinstance(first, list) and isinstance(first[0], list | str):
         first = first[0]
     if isinstance(first, str):
-        named = {"model": asked["model"]} if "model" in asked else {}
-        assert seen == [{"prompt": first, **named}]
+        assert seen == [{"prompt": first}]
         first = [7, 7, 7]
     else:
         assert seen == []
@@ -69,7 +64,7 @@ def test_it_reads_what_json_says(asked, indent):
 
 def test_of_a_conversation_the_tokenizer_gets_what_it_needs():
     asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [1], "temperature": 0.5}
-    prompt, seen = read(json.dumps(asked, indent=4).encode())
+    prompt, seen = read(json.dumps(asked, indent=4).encode(), "/v1/chat/completions")
     assert prompt.tokens.tolist() == [7, 7, 7]
     assert seen == [{"messages": asked["messages"], "tools": [1]}]
     assert read(json.dumps({**asked, "prompt": None}).encode())[1] == seen
@@ -101,8 +96,82 @@ def test_what_is_not_needed_is_not_made_into_objects(body, tokens):
     finally:
         tracemalloc.stop()
     assert seen == []
-    assert (None if prompt.tokens is None else prompt.tokens.tolist()) == tokens
+    if tokens is None:
+        assert prompt.tokens is None or isinstance(prompt.tokens, Text)
+    else:
+        assert prompt.tokens.tolist() == tokens
     assert prompt.model == ""
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+APIS = {
+    "/v1/completions": lambda turns: {"prompt": "".join(turn["content"] for turn in turns)},
+    "/v1/chat/completions": lambda turns: {"messages": turns},
+    "/v1/messages": lambda turns: {"messages": turns, "system": [{"text": "Be brief."}]},
+    "/v1/responses": lambda turns: {"input": turns, "instructions": "Be brief."},
+}
+TURNS = st.lists(TEXTS.filter(bool), min_size=3, max_size=7)
+
+
+def text_of(body: dict[str, Any], path: str) -> Text:
+    """What an untokenized prompt is."""
+    parser = PromptParser()
+    try:
+        text = asyncio.run(parser.read(path, json.dumps(body).encode(), [])).tokens
+    finally:
+        parser.close()
+    assert isinstance(text, Text)
+    return text
+
+
+@given(TURNS, st.sampled_from(sorted(APIS)), st.booleans())
+def test_later_turns_of_a_text_have_more_behind_the_same(turns, path, system):
+    roles = ["system"] * system + ["user", "assistant"] * 4
+    whole = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    tools = [{"name": "R"}]
+    short = text_of({**APIS[path](whole[:2]), "tools": tools, "temperature": 1}, path)
+    long = text_of({"tools": tools, **APIS[path](whole), "max_tokens": 7}, path)
+    assert long.raw.startswith(short.raw[:-1])  # without the end of a list or a string
+    assert b'{"name": "R"}' in short.raw
+    assert b"temperature" not in short.raw
+    if path != "/v1/completions":
+        assert long.opening == short.opening
+        assert json.dumps(whole[system]).encode() in short.opening
+        assert json.dumps(whole[system + 1])[1:].encode() not in short.opening
+    other = [*whole[:system], {"role": "user", "content": "something else"}]
+    assert text_of({**APIS[path](other), "tools": tools}, path).opening != short.opening
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [7], [[]], [{}], [{"role": "assistant", "content": "no user"}], "a text", {"a": 1},
+        [{"role": "system", "content": "x" * 100_000}, {"role": "user", "content": "y"}],
+    ],
+)  # fmt: skip
+def test_any_conversation_is_a_text(turns):
+    body = {"messages": turns}
+    text = text_of(body, "/v1/chat/completions")
+    assert text.raw == json.dumps(turns).encode()
+    assert len(text) == len(text.raw) // 4
+
+
+def test_an_image_ends_a_text():
+    for part in (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 9999}"}},
+        {"type": "image", "source": {"type": "base64", "data": "A" * 9999}},
+    ):
+        turns = [{"role": "user", "content": [{"type": "text", "text": "See: "}, part]}]
+        text = text_of({"messages": turns}, "/v1/messages")
+        assert b"See: " in text.raw
+        assert b"AAAA" not in text.raw
+
+
+def test_what_an_instance_keeps_is_another_beginning():
+    for before in ({}, {"previous_response_id": "r"}):
+        text = text_of({"input": "One", **before}, "/v1/responses")
+        assert text.raw.startswith(b'"r"') == bool(before)
 
 
 # --- the beginning of what is long -----------------------------------------------------------
@@ -110,49 +179,15 @@ def test_what_is_not_needed_is_not_made_into_objects(body, tokens):
 LONG = 3 << 20
 
 
-@pytest.mark.parametrize(
-    ("sign", "escaped"),
-    [
-        ("a", False),
-        ("東", False),
-        ("東", True),
-        ("\N{GRINNING FACE}", True),
-        ('"', True),
-        ("\\", True),
-    ],
-)
-@pytest.mark.parametrize("shift", range(7))
-def test_of_a_long_text_the_beginning_is_read(sign, escaped, shift):
-    """It is cut at no place where a character or its escape would be cut in two."""
-    text = "x" * shift + sign * (LONG // len(json.dumps(sign)))
-    for body in ({"prompt": text}, {"prompt": [text, "b"]}):
-        _, (asked,) = read(json.dumps(body, ensure_ascii=escaped).encode())
-        assert text.startswith(asked["prompt"])
-        encoded = len(json.dumps(asked["prompt"], ensure_ascii=escaped).encode())
-        assert MOST_BYTES - 16 < encoded <= MOST_BYTES + 2
-
-
-@given(st.data())
-@settings(max_examples=25)
-def test_of_a_long_conversation_the_first_turns_are_read(data):
-    """The order of fields, and the turn in which it is cut, are any."""
-    size = data.draw(st.integers(1, 1000)) * 1000
-    turns = [
-        {"role": role, "content": f"{number} " + role[0] * size}
-        for number, role in enumerate(["system", *["user", "assistant"] * (LONG // size)])
-    ]
-    if data.draw(st.booleans()):
-        turns = [dict(reversed(turn.items())) for turn in turns]
-    body = {"messages": turns, "model": "m"}
-    prompt, seen = read(json.dumps(body).encode(), "/v1/chat/completions")
-    assert prompt.model == "m"
-    kept = seen[0]["messages"] if seen else []
-    whole = len(kept) - 1
-    assert kept[: max(whole, 0)] == turns[: max(whole, 0)]
-    if kept:
-        assert kept[-1]["role"] == turns[whole]["role"]
-        assert turns[whole]["content"].startswith(kept[-1]["content"])
-    assert MOST_BYTES - size - 100 < len(json.dumps(kept)) < MOST_BYTES + 100
+def test_of_a_long_text_the_beginning_counts_and_nothing_is_tokenized():
+    for body, path in (
+        ({"prompt": "x" * LONG}, "/v1/completions"),
+        ({"messages": [{"role": "user", "content": "x" * LONG}]}, "/v1/chat/completions"),
+        ({"messages": [{"role": "user", "content": "x"}] * 99_999}, "/v1/chat/completions"),
+    ):
+        prompt, seen = read(json.dumps(body).encode(), path)
+        assert len(prompt.tokens.raw) == MOST_BYTES
+        assert not seen
 
 
 def test_of_many_tokens_the_first_ones_count():
@@ -163,116 +198,44 @@ def test_of_many_tokens_the_first_ones_count():
         assert not seen
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "messages"),
-    [
-        (
-            "/v1/messages",
-            {
-                "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
-                "messages": [
-                    {"role": "user", "content": "One"},
-                    {"role": "assistant", "content": [
-                        {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "I look."},
-                        {"type": "tool_use", "id": "t", "name": "R", "input": {"a": 1}},
-                    ]},
-                    {"role": "user", "content": [
-                        {"type": "tool_result", "tool_use_id": "t", "content": "found"},
-                        {"type": "text", "text": "Go on"},
-                    ]},
-                    {"role": "user", "content": [{"type": "image", "source": {}}]},
-                    {"role": "user", "content": "behind the image"},
-                ],
-            },
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "One"},
-                {"role": "assistant", "content": "I look.", "tool_calls": [
-                    {"id": "t", "type": "function",
-                     "function": {"name": "R", "arguments": '{"a":1}'}},
-                ]},
-                {"role": "tool", "tool_call_id": "t", "content": "found"},
-                {"role": "user", "content": "Go on"},
-            ],
-        ),
-        (
-            "/v1/responses",
-            {
-                "instructions": "Be brief.",
-                "input": [
-                    {"role": "user", "content": [{"type": "input_text", "text": "One"}]},
-                    {"type": "function_call", "call_id": "c", "name": "R", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c", "output": "found"},
-                    {"type": "reasoning", "summary": []},
-                    {"role": "user", "content": "behind what is not known"},
-                ],
-            },
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "One"},
-                {"role": "assistant", "content": None, "tool_calls": [
-                    {"id": "c", "type": "function",
-                     "function": {"name": "R", "arguments": "{}"}},
-                ]},
-                {"role": "tool", "tool_call_id": "c", "content": "found"},
-            ],
-        ),
-        ("/v1/responses", {"input": "One"}, [{"role": "user", "content": "One"}]),
-        ("/v1/responses", {"input": "One", "previous_response_id": "r"}, None),
-        (
-            "/v1/chat/completions",
-            {"messages": [
-                {"role": "user", "content": [{"type": "text", "text": "One"}]},
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
-                {"role": "user", "content": "behind the image"},
-            ]},
-            [{"role": "user", "content": [{"type": "text", "text": "One"}]}],
-        ),
-        ("/v1/messages", {"messages": "no list"}, None),
-        ("/v1/messages", {"messages": [[], 1]}, None),
-        ("/v1/chat/completions", {"messages": [7]}, None),
-    ],
-)  # fmt: skip
-def test_each_api_begins_with_a_chat(path, body, messages):
-    prompt, seen = read(json.dumps(body).encode(), path)
-    more = {"add_special_tokens": True} if path == "/v1/responses" else {}
-    assert seen == ([] if messages is None else [{"messages": messages, **more}])
-    assert (prompt.tokens is None) == (messages is None)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_other_apis_are_placed_by_text(path):
+    prompt, seen = read(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode(), path)
+    assert isinstance(prompt.tokens, Text)
+    assert not seen
 
 
-def test_tools_of_other_apis_are_those_of_a_chat():
-    schema = {"type": "object"}
-    function = {"name": "R", "description": "reads", "parameters": schema}
-    for path, tool, field in (
-        ("/v1/messages", {"name": "R", "description": "reads", "input_schema": schema}, "messages"),
-        ("/v1/responses", {"type": "function", **function}, "input"),
-    ):
-        body = {field: [{"role": "user", "content": "x"}], "tools": [tool]}
-        _, (asked,) = read(json.dumps(body).encode(), path)
-        assert asked["tools"] == [{"type": "function", "function": function}]
-    assert read(b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
-                "/v1/messages")[1] == []  # fmt: skip
+def test_a_chat_is_tokenized_up_to_its_first_image():
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "One"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+        {"role": "user", "content": "behind the image"},
+    ]
+    path = "/v1/chat/completions"
+    _, seen = read(json.dumps({"messages": turns}).encode(), path)
+    assert seen == [{"messages": turns[:1]}]
+    prompt, seen = read(json.dumps({"messages": turns[1:]}).encode(), path)
+    assert isinstance(prompt.tokens, Text)
+    assert not seen
 
 
-def test_texts_wait_for_a_tokenizer_no_longer_than_they_may():
-    """A thread that hangs costs its callers the time that they have, and no request."""
-    outcomes: list[TokenizeOutcome] = []
+def test_a_tokenizer_that_refuses_or_hangs_costs_its_callers_no_more_than_their_time():
     hangs = threading.Event()
 
     def tokenize(asked: dict[str, Any]) -> Any:
+        if asked["prompt"] == "bad":
+            raise InvalidValue("no")
         hangs.wait(20)
         return np.array([7], np.int32)
 
-    parser = PromptParser(NOBODY, Timeouts(tokenize_s=0.2), tokenize, on_outcome=outcomes.append)
+    parser = PromptParser(tokenize, tokenize_s=0.2)
 
     async def many() -> list[Prompt]:
-        reading = [parser.read("/v1/completions", b'{"prompt": "a"}', []) for _ in range(9)]
-        return await asyncio.gather(*reading)
+        bodies = [b'{"prompt": "bad"}', *[b'{"prompt": "a"}'] * 9]
+        return await asyncio.gather(*[parser.read("/v1/completions", one, []) for one in bodies])
 
     try:
-        found = asyncio.run(many())
-        assert [prompt.tokens for prompt in found] == [None] * 9
-        assert outcomes == [TokenizeOutcome.LATE] * 9
+        assert [prompt.tokens.raw for prompt in asyncio.run(many())] == [b'"bad"', *[b'"a"'] * 9]
     finally:
         hangs.set()
         parser.close()

@@ -70,22 +70,64 @@ def test_a_prompt_goes_where_it_is_cached_and_the_answer_comes_as_it_is():
         assert 'matched_tokens_total{tier="GPU"} 48.0' in metrics(proxy)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_text_is_tokenized_by_an_instance(path):
-    text = "one and the same beginning"
-    asked = {"prompt": text} if path == "/v1/completions" else {
-        "messages": [{"role": "user", "content": text}], "temperature": 0,
-    }  # fmt: skip
-    with routing("well", "well") as (proxy, made):
-        holds(proxy, made[1], list(text.encode()))
-        for _ in range(4):
-            assert ask(proxy, asked, path, headers={"authorization": "Bearer k"}).is_success
-        assert [one.paths for one in made] == [[], [path] * 4]
-        for one in made:
-            for asked_path, headers, body in one.asked:
-                assert headers["authorization"] == "Bearer k"
-                if asked_path == "/tokenize":
-                    assert "temperature" not in json.loads(body)
+def said(*turns: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": text * 400} for at, text in enumerate(turns)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda turns: {"prompt": "".join(turn["content"] for turn in turns)}),
+        ("/v1/chat/completions", lambda turns: {"temperature": 0, "messages": turns}),
+        ("/v1/messages", lambda turns: {"messages": turns, "system": "Be brief.", "tools": []}),
+        ("/v1/responses", lambda turns: {"instructions": "Be brief.", "input": turns}),
+    ],
+)
+@pytest.mark.parametrize("events", [False, True])
+def test_a_text_returns_to_its_instance_in_one_trip(path, body, events):
+    """Each turn of a conversation, also at instances whose events tell of tokens alone."""
+    with routing("well", "well", "well") as (proxy, made):
+        for one in made if events else ():
+            holds(proxy, one, [1, 2])
+        homes = []
+        for number in range(5):
+            before = [len(one.asked) for one in made]
+            turns = [f"{number}", "a", "b", "c", "d"]
+            for end in (1, 3, 5):
+                assert ask(proxy, body(said(*turns[:end])), path).is_success
+            counts = [len(one.asked) - had for one, had in zip(made, before, strict=True)]
+            assert sorted(counts) == [0, 0, 3], "a turn went elsewhere, or a text took two trips"
+            homes.append(counts.index(3))
+        assert len(set(homes)) > 1
+        assert 'matched_tokens_total{tier="TEXT"}' in metrics(proxy)
+
+
+def test_a_text_that_was_not_answered_is_nowhere():
+    with routing("500", "well") as (proxy, (bad, good)):
+        busy = proxy.router.begin(proxy.router.score([1] * 90_000, among=[good.url])[0])
+        assert ask(proxy, {"prompt": "a text " * 100}).status_code == 500
+        assert len(bad.paths) == 1
+        bad.mood = "well"
+        proxy.router.end(busy)
+        assert ask(proxy, {"prompt": "a text " * 100}).is_success
+        assert 'placed_total{by="text"}' not in metrics(proxy)
+
+
+def test_two_routers_send_a_new_conversation_to_the_same_instance():
+    with routing("well", "well", "well", "well") as (one, made):
+        urls = [each.url for each in made]
+        other = Routing(*reversed(urls))
+        try:
+            for number in range(6):
+                before = [len(each.paths) for each in made]
+                turns = [{"role": "system", "content": "x" * 999}, *said(f"{number}", "b", "c")]
+                for proxy, end in ((one, 2), (other, 4)):
+                    assert ask(proxy, {"messages": turns[:end]}, "/v1/chat/completions").is_success
+                counts = [len(each.paths) - had for each, had in zip(made, before, strict=True)]
+                assert sorted(counts) == [0, 0, 0, 2]
+        finally:
+            other.stop()
 
 
 def test_a_tokenizer_of_its_own_asks_nobody():
@@ -119,21 +161,11 @@ def test_what_cannot_be_read_goes_to_the_least_loaded_as_it_is():
     with routing("well") as (proxy, (one,)):
         for body in (b"", b"{", b"[]", b'"x"', b'{"prompt": {}}', b'{"prompt": [1, "x"]}',
                      b'{"prompt": [-1]}', b'{"prompt": []}', b'{"messages": "x"}',
-                     b"[" * 100_000, b"\xff\xfe", b'{"prompt": [[1]], "model": 7}'):  # fmt: skip
+                     b"[" * 100_000, b"\xff\xfe",
+                     b'{"prompt": "base64"}', b'{"prompt": [[1]], "model": 7}'):  # fmt: skip
             answer = httpx.post(f"{proxy.url}/v1/completions", content=body)
             assert answer.content == WHOLE
             assert one.asked[-1][2] == body
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [b"", b"gzip", b"[]", b'{"tokens": [1, [2, 3]]}', b'{"tokens": [-1]}', b'{"tokens": ["x"]}'],
-)
-def test_an_instance_that_cannot_tokenize_keeps_no_prompt_from_its_place(tokens):
-    with routing("well") as (proxy, (one,)):
-        one.tokens = tokens
-        assert ask(proxy, {"prompt": "some text"}).content == WHOLE
-        assert 'placed_total{by="load, tokens unknown"} 1.0' in metrics(proxy)
 
 
 @pytest.mark.parametrize("mood", ["503", "hangs up", "head only", "429"])
@@ -345,14 +377,16 @@ def test_what_is_said_where_nobody_answers(moods, status, message):
         assert sum(len(one.paths) for one in made) == 2  # as many as may be tried
 
 
-def test_nobody_can_be_reached():
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/batches"])
+def test_nobody_can_be_reached(path):
+    """So nothing was executed, and all are tried whatever the request does."""
     gone = [StandIn(), StandIn()]
     urls = [one.url for one in gone]
     for one in gone:
         one.stop()
     proxy = Routing(*urls)
     try:
-        answer = ask(proxy)
+        answer = ask(proxy, path=path)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["message"] == "no instance can be reached"
@@ -401,29 +435,6 @@ def test_a_client_that_gives_up_makes_its_instance_suspect():
             httpx.post(f"{proxy.url}/v1/completions", json=ASK, timeout=0.3)
         eventually(lambda: f'"{one.url}",why="client left"}} 1.0' in metrics(proxy))
         eventually(lambda: state(proxy, one) is InstanceHealth.UP)  # its probe was answered
-
-
-def test_text_is_tokenized_by_who_is_up():
-    """One that is stopped holds two questions up at most, for a moment, and then none."""
-    timeouts = {**SHORT, "first_byte_s": 20.0, "tokenize_s": 1.0, "probe_s": 1.0}
-    with routing("well", "well", timeouts=timeouts) as (proxy, (bad, good)):
-        holds(proxy, good, list(b"a text"))
-        bad.mood = "stopped"
-        for _ in range(6):
-            assert ask(proxy, {"prompt": "a text"}).content == WHOLE
-        assert len(good.paths) == 6
-        asked = [path for path, _, _ in bad.asked]
-        assert asked.count("/tokenize") <= 1
-        text = metrics(proxy)
-        assert 'tokenize_total{outcome="answered"} 6.0' in text
-        good.mood = "stopped"
-        eventually(lambda: states(proxy) == [InstanceHealth.SUSPECT] * 2)
-        with ThreadPoolExecutor(1) as pool:
-            last = pool.submit(ask, proxy, {"prompt": "a text"})
-            eventually(lambda: 'tokenize_total{outcome="nobody is up"} 1.0' in metrics(proxy))
-            for one in (bad, good):
-                one.wake()
-            assert last.result().content == WHOLE
 
 
 def test_bodies_have_a_budget_together():
@@ -691,19 +702,36 @@ def test_a_prompt_stays_where_it_was_answered_without_events():
         assert len(set.union(*homes)) > 1
 
 
-def test_the_beginning_of_any_prompt_places_it():
-    """Four APIs, one conversation: each goes where its beginning is cached."""
-    turns = [{"role": "user", "content": "Hello, "}, {"role": "user", "content": "who is it?"}]
-    items = [{"role": "user", "content": [{"type": "input_text", "text": turns[0]["content"]}]}]
-    asked = [
-        ("/v1/completions", {"prompt": "Hello, who is it?"}),
-        ("/v1/chat/completions", {"messages": turns}),
-        ("/v1/messages", {"messages": turns, "max_tokens": 5}),
-        ("/v1/responses", {"input": [*items, turns[1]]}),
-    ]
-    with routing("well", "well") as (proxy, made):
-        holds(proxy, made[1], list(b"Hello, who is it?"))
-        for path, body in asked:
-            ask(proxy, body, path)
-            assert made[1].paths[-1:] == [path]
-        assert made[0].paths == []
+# --- what is sent again, and what is shown -----------------------------------------------------
+
+
+@pytest.mark.parametrize("mood", ["hangs up", "head only", "garbage", "502", "504", "waits"])
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/new"])
+def test_a_request_that_may_have_changed_something_is_not_sent_again(mood, path):
+    with routing(mood, mood, timeouts=SHORT) as (proxy, made):
+        answer = ask(proxy, path=path)
+        assert answer.status_code in {502, 504}
+        assert sum(len(one.paths) for one in made) == 1
+
+
+@pytest.mark.parametrize("mood", ["503", "429"])
+def test_a_request_that_was_refused_is_sent_elsewhere_whatever_it_does(mood):
+    with routing(mood, mood) as (proxy, made):
+        assert ask(proxy, path="/v1/batches").status_code == int(mood)
+        assert [len(one.paths) for one in made] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer x"}, {"authorization": "k"}, {"x-api-key": ""}]
+)
+def test_instances_are_shown_to_those_who_have_the_key(headers):
+    with routing("well", api_key="k") as (proxy, (one,)):
+        for path in ("/health", "/metrics"):
+            answer = httpx.get(proxy.url + path, headers=headers)
+            assert answer.status_code == (401 if path == "/metrics" else 200)
+            assert one.url not in answer.text
+            for right in ({"authorization": "Bearer k"}, {"x-api-key": "k"}):
+                assert one.url in httpx.get(proxy.url + path, headers=right).text
+        # Requests are forwarded with the clients' own keys.
+        assert ask(proxy, headers=headers).content == WHOLE
+        assert one.asked[-1][1].get("authorization") == headers.get("authorization")

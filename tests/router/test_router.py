@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvkeep.core.cost import PrefillCost, TransferCost
 from kvkeep.core.errors import InvalidValue
 from kvkeep.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, salt_digest
-from kvkeep.serve.router import HeldPrefix, PrefixRouter, RoutingCost
+from kvkeep.serve.router import HeldPrefix, PrefixRouter, RoutingCost, Text
 
 PROMPT = list(range(64))
 
@@ -198,6 +198,38 @@ def test_what_was_answered_counts_as_there_until_events_decide(router):
     router.check()
 
 
+@given(
+    st.builds(
+        lambda text, length: (text * 600)[:length].encode(),
+        st.text(st.characters(max_codepoint=127), min_size=1, max_size=9),
+        st.integers(0, 600),
+    ),
+    st.integers(0, 300),
+    st.booleans(),
+)
+def test_a_text_is_found_by_its_beginning(text, more, announced):
+    """In pieces of 256 bytes, apart from tokens, salts and models; events do not end it."""
+    router = PrefixRouter(["a", "b"])
+    if announced:
+        router.apply("a", [stored([1], PROMPT[:16])])
+    ticket = router.begin(router.score(Text(text), among=["a"])[0], Text(text), lora="m", salt="s")
+    router.first_token(ticket)
+    router.end(ticket)
+    longer = Text(text + b"x" * more)
+    full = len(text) // 256 * 64
+    assert matched(router, longer, lora="m", salt="s") == ({("a", 0): full} if full else {})
+    for other in ({}, {"lora": "m"}, {"salt": "s"}, {"lora": "m", "salt": "t"}):
+        assert matched(router, longer, **other) == {}
+    assert matched(router, longer.symbols, lora="m", salt="s") == {}
+    chosen = router.choose(longer, lora="m", salt="s")
+    assert chosen.tokens == full
+    assert chosen.place.instance == "a" or not full
+    assert router.blocks("a")[0] == announced
+    router.clear("a")
+    assert matched(router, longer, lora="m", salt="s") == {}
+    router.check()
+
+
 def test_what_was_routed_is_bounded():
     router = PrefixRouter(["a"], most_blocks=100)
     for number in range(50):
@@ -207,7 +239,8 @@ def test_what_was_routed_is_bounded():
         router.end(ticket)
         assert matched(router, prompt) == {("a", 0): 640}
         router.check()
-    assert router.blocks("a")[0] <= 100
+    assert router.blocks("a")[0] == 0
+    assert 0 < router.routed("a") <= 100
 
 
 def test_expectations_survive_the_clearing_of_their_place(router):

@@ -11,7 +11,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.kv_events import BlockStored
 from kvkeep.serve.router import PrefixRouter
 from kvkeep.serve.router.health import InstanceHealth
-from kvkeep.serve.router.metrics import RouterFigures, RouterMetrics
+from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.upstreams import Upstreams
 
 
@@ -30,7 +30,7 @@ def test_each_instance_has_its_figures():
     router.apply(names[2], [blocks])
     up, suspect, resting = InstanceHealth.UP, InstanceHealth.SUSPECT, InstanceHealth.RESTING
     states = dict(zip(names, (up, suspect, resting), strict=True))
-    found = parsed(metrics.exposition(RouterFigures(states, []), router, None))
+    found = parsed(metrics.exposition(states, router, None))
     for name, state in states.items():
         assert found["kvkeep_router_running", name] == 0
         assert found["kvkeep_router_waiting_seconds", name] == 0
@@ -63,7 +63,7 @@ def test_figures_are_written_by_threads_while_instances_come_and_go():
         changing.start()
         try:
             for _ in range(10):
-                seen = metrics.seen(upstreams)
+                seen = upstreams.health.states()
                 texts = [asyncio.to_thread(metrics.exposition, seen, router, None) for _ in "ab"]
                 for text in await asyncio.gather(*texts):
                     found = parsed(text)

@@ -18,7 +18,7 @@ from kvkeep.serve.http import BodyBudget
 from kvkeep.serve.router import PrefixRouter
 from kvkeep.serve.router.health import InstanceHealth
 from kvkeep.serve.router.membership import Resolution
-from kvkeep.serve.router.metrics import RouterFigures, RouterMetrics
+from kvkeep.serve.router.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/kvkeep.json").read_text(encoding="utf-8"))
@@ -60,8 +60,7 @@ def of_router():
     router, metrics = PrefixRouter(["http://a"]), RouterMetrics(BodyBudget(), ["GPU"])
     metrics.resolved("a.svc", Resolution(["http://a"], None))
     metrics.matched_tokens.labels("GPU").inc()
-    seen = RouterFigures({"http://a": InstanceHealth.UP}, [])
-    text = metrics.exposition(seen, router, None).decode()
+    text = metrics.exposition({"http://a": InstanceHealth.UP}, router, None).decode()
     found = list(text_string_to_metric_families(text))
     return [family for family in found if not family.name.endswith("_created")]
 

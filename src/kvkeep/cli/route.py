@@ -16,6 +16,7 @@ from kvkeep.cli.arguments import (
     count,
     number,
 )
+from kvkeep.cli.client import KEY_VARIABLE, api_key
 from kvkeep.cli.serve_options import (
     add_address,
     add_log_level,
@@ -58,8 +59,8 @@ def add_parser(commands: Commands) -> None:
     add_path(
         parser,
         "--model",
-        "tokenize in the router, with the tokenizer of this model directory (default: ask an "
-        "instance)",
+        "tokenize in the router, with the tokenizer of this model directory (default: texts are "
+        "compared as they are)",
         metavar="PATH",
     )
     add_public_prefixes(parser)
@@ -74,7 +75,14 @@ def add_parser(commands: Commands) -> None:
     _add_timeouts(parser.add_argument_group("instances that do not answer"))
     limits = parser.add_argument_group("limits")
     add_seconds(limits, "--drain-timeout", 30.0, "time for running requests to end on SIGTERM")
-    add_address(parser.add_argument_group("address"), port=8080)
+    access = parser.add_argument_group("address")
+    add_address(access, port=8080)
+    add_path(
+        access,
+        "--api-key-file",
+        "file that holds the key that /metrics and the instances in /health need (default: "
+        f"${KEY_VARIABLE}, else none); requests are forwarded with the keys of their clients",
+    )
     add_log_level(parser)
     parser.set_defaults(run=run, check=check)
 
@@ -137,6 +145,7 @@ def check(args: argparse.Namespace) -> None:
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
     http.check_port(args.port)
+    api_key(args.api_key_file)
     _timeouts(args)
     names = _listed(args.instances) if args.instances else []
     for name in args.discover:
@@ -159,11 +168,7 @@ def run(args: argparse.Namespace) -> int:
     from kvkeep.serve.kv_events import EventReader  # noqa: PLC0415
     from kvkeep.serve.router import PrefixRouter  # noqa: PLC0415
     from kvkeep.serve.router.listening import serve  # noqa: PLC0415
-    from kvkeep.serve.router.membership import (  # noqa: PLC0415
-        Discovery,
-        DnsName,
-        Membership,
-    )
+    from kvkeep.serve.router.membership import DnsName, Membership  # noqa: PLC0415
     from kvkeep.serve.router.proxy import create_proxy  # noqa: PLC0415
     from kvkeep.serve.router.upstreams import Upstreams  # noqa: PLC0415
 
@@ -171,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     http.raise_file_limit()
     limits = http.ConnectionLimits(most=http.connections_for(files_each=2))
     names = _listed(args.instances) if args.instances else []
-    discovery = Discovery([DnsName(name) for name in args.discover])
+    discovered = [DnsName(name) for name in args.discover]
     upstreams = Upstreams(names)
     addresses = _addresses(args, names)
     tokenizer = None if args.model is None else _tokenizer(args.model)
@@ -191,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         reader = EventReader(sources, router)
         try:
             membership = Membership(
-                router, upstreams, reader, addresses=addresses, discovery=discovery
+                router, upstreams, reader, addresses=addresses, names=discovered
             )
             proxy = create_proxy(
                 router,
@@ -201,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
                 hosts=allowed_hosts(args.host, args.allow_host, _LOOPBACK),
                 timeouts=timeouts,
                 membership=membership,
+                api_key=api_key(args.api_key_file),
             )
             # Modules and tokenizer stay: no full collection of garbage has to look through them.
             gc.freeze()
@@ -294,7 +300,7 @@ def _tokenize(tokenizer: Tokenizer) -> Tokenize:
         if "messages" not in body:
             return tokenizer.encode(body["prompt"])
         turns = [{**turn, "content": _text_of(turn)} for turn in body["messages"]]
-        rendered = tokenizer.rendered(turns, tools=body.get("tools", ()))
+        rendered = tokenizer.rendered(turns, tools=body.get("tools") or ())
         return tokenizer.encode_rendered(rendered)[0]
 
     return tokenize

@@ -10,10 +10,10 @@ from kvkeep.core.errors import require
 require("msgspec", "events")  # first, so that the error names the extra to install
 require("zmq", "events")
 
-from kvkeep.serve.kv_events.cache_mirror import CacheMirror  # noqa: E402 - after require
+from kvkeep.serve.kv_events.blocks import CacheBlocks  # noqa: E402 - after require
 from kvkeep.serve.kv_events.publisher import EventPublisher, PublisherStats  # noqa: E402
 from kvkeep.serve.kv_events.reader import EventReader, Receiver  # noqa: E402
-from kvkeep.serve.kv_events.wire import (  # noqa: E402  # noqa: E402
+from kvkeep.serve.kv_events.wire import (  # noqa: E402
     AllBlocksCleared,
     Batch,
     BlockRemoved,
@@ -29,7 +29,7 @@ __all__ = [
     "Batch",
     "BlockRemoved",
     "BlockStored",
-    "CacheMirror",
+    "CacheBlocks",
     "EventPublisher",
     "EventReader",
     "KVEvent",

@@ -16,7 +16,7 @@ import zmq
 
 from kvkeep.core.errors import InvalidValue, whole
 from kvkeep.core.events import Evicted, GroupsStored, Stored
-from kvkeep.serve.kv_events.cache_mirror import CacheMirror
+from kvkeep.serve.kv_events.blocks import CacheBlocks
 from kvkeep.serve.kv_events.wire import (
     END,
     SEQ_BYTES,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.events import Event, GroupsLost, Hook
     from kvkeep.core.keys import Namespace
-    from kvkeep.serve.kv_events.cache_mirror import StoredRun
+    from kvkeep.serve.kv_events.blocks import StoredRun
     from kvkeep.serve.kv_events.wire import KVEvent
 
     class Cache(Protocol):
@@ -64,6 +64,7 @@ _HISTORY_BYTES = 64 << 20
 _PUB_QUEUE = 1_000
 _REPLAY_QUEUE = 20_000
 _CLOSE_S = 5.0
+_SNAPSHOT_S = 1.0  # from one walk over the cache for snapshots to the next
 _TOPIC = b"kv"
 
 
@@ -71,8 +72,8 @@ _TOPIC = b"kv"
 class PublisherStats:
     """Counters of a publisher.
 
-    ``dropped`` events found the queue full. After each drop the mirror is compared with the cache
-    (``resyncs``) and the difference published, so no reader stays wrong.
+    ``dropped`` events found the queue full. After each drop what was announced is compared with the
+    cache (``resyncs``) and the difference published, so no reader stays wrong.
     """
 
     batches: int = 0
@@ -99,7 +100,9 @@ class EventPublisher:
 
     The engine never waits: the cache's hook appends to a queue of at most ``queue`` events and 64
     million tokens. When the queue is full, events are dropped and counted, and the thread compares
-    its mirror with the cache as soon as it can.
+    what it has announced with the cache as soon as it can. For that, and for snapshots, it reads
+    the runs of the cache under the cache's lock, some 10 µs each: for snapshots once a second at
+    most, for all that ask meanwhile.
 
     Events show the tokens of prompts to every client that can connect; salts are digests. Raises
     `InvalidValue` for an endpoint that cannot be bound.
@@ -120,7 +123,9 @@ class EventPublisher:
         self._most = whole("queue", queue, 1)
         self.stats = PublisherStats()
         self._cache = cache
-        self._mirror = CacheMirror(cache.page_size, groups=cache.groups is not None)
+        self._blocks = self._new_blocks()
+        self._asking: list[bytes] = []  # peers that wait for a snapshot
+        self._next_snapshot = 0.0
         self._history: deque[tuple[int, bytes]] = deque()
         self._history_bytes = 0
         self._queue: deque[Stored | GroupsStored | Evicted] = deque()
@@ -188,12 +193,15 @@ class EventPublisher:
             if self._router is not None:
                 poller.register(self._router, zmq.POLLIN)
             while not self._closing:
-                for ready, _ in poller.poll():
+                wait_s = max(0.0, self._next_snapshot - time.monotonic())
+                for ready, _ in poller.poll(int(wait_s * 1000) + 1 if self._asking else None):
                     if ready is self._router:
                         self._serve_replay()
                     else:
                         self._clear_wakeups()
                 self._drain()
+                if self._asking and time.monotonic() >= self._next_snapshot:
+                    self._send_snapshot()
             self._drain()
         except Exception:
             log.exception("the publisher of KV events has ended; the cache goes on without it")
@@ -219,10 +227,10 @@ class EventPublisher:
         while self._queue:
             event = self._queue.popleft()
             self._dequeued += _size(event)
-            yield from self._mirror.take(event)
+            yield from self._blocks.take(event)
 
-    def _resync(self) -> None:
-        """Publish the differences between the mirror and the cache.
+    def _resync(self) -> list[tuple[Namespace, list[StoredRun]]]:
+        """Publish the differences between what was announced and the cache; return its runs.
 
         Cache events queued meanwhile are applied afterwards; those already visible in the cache's
         runs change nothing.
@@ -230,9 +238,14 @@ class EventPublisher:
         if self._resync_due:
             self._resync_due = False
             self.stats.resyncs += 1
-        runs = ((space, self._cache.runs(space)) for space in self._cache.namespaces())
-        for some in _in_batches(self._mirror.reconcile(runs)):
+        cache = self._cache
+        spaces = [(space, list(cache.runs(space))) for space in cache.namespaces()]
+        for some in _in_batches(self._blocks.reconcile(spaces)):
             self._publish(some)
+        return spaces
+
+    def _new_blocks(self) -> CacheBlocks:
+        return CacheBlocks(self._cache.page_size, groups=self._cache.groups is not None)
 
     def _publish(self, events: list[KVEvent]) -> None:
         if not events:
@@ -261,20 +274,30 @@ class EventPublisher:
             return
         peer, start = frames[0], int.from_bytes(frames[2], "big")
         if start == SNAPSHOT:
-            self.stats.snapshots += 1
-            self._send(peer, self._seq, self._payload([AllBlocksCleared()]))
-            for events in _in_batches(self._mirror.snapshot()):
-                self._send(peer, self._seq, self._payload(events))
-        else:
-            self.stats.replays += 1
-            first = max(0, len(self._history) - max(0, self._seq + 1 - start))
-            for seq, payload in islice(self._history, first, None):
-                self._send(peer, seq, payload)
-        self._router.send_multipart((peer, b"", b"", END, b""))
+            if peer not in self._asking:
+                self._asking.append(peer)
+            return
+        self.stats.replays += 1
+        first = max(0, len(self._history) - max(0, self._seq + 1 - start))
+        self._reply(peer, islice(self._history, first, None))
 
-    def _send(self, peer: bytes, seq: int, payload: bytes) -> None:
+    def _send_snapshot(self) -> None:
+        """Send everything that is cached to all who asked, under the number of the last batch."""
+        begun = time.monotonic()
+        spaces = self._resync()
+        events = [AllBlocksCleared(), *self._new_blocks().reconcile(spaces)]
+        batches = [(self._seq, self._payload(some)) for some in _in_batches(events)]
+        for peer in self._asking:
+            self.stats.snapshots += 1
+            self._reply(peer, batches)
+        self._asking.clear()
+        self._next_snapshot = begun + _SNAPSHOT_S
+
+    def _reply(self, peer: bytes, batches: Iterable[tuple[int, bytes]]) -> None:
         assert self._router is not None
-        self._router.send_multipart((peer, b"", _TOPIC, seq_frame(seq), payload))
+        for seq, payload in batches:
+            self._router.send_multipart((peer, b"", _TOPIC, seq_frame(seq), payload))
+        self._router.send_multipart((peer, b"", b"", END, b""))
 
 
 def _in_batches(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:

@@ -10,7 +10,13 @@ require("zmq", "router")
 from kvkeep.serve.router.held import HeldPrefix  # noqa: E402
 from kvkeep.serve.router.index import Place, PlacementIndex  # noqa: E402
 from kvkeep.serve.router.placing import RoutingCost  # noqa: E402
-from kvkeep.serve.router.router import PrefixRouter, RouterStats, RouteTicket, Score  # noqa: E402
+from kvkeep.serve.router.router import (  # noqa: E402
+    PrefixRouter,
+    RouterStats,
+    RouteTicket,
+    Score,
+    Text,
+)
 
 __all__ = [
     "HeldPrefix",
@@ -21,4 +27,5 @@ __all__ = [
     "RouterStats",
     "RoutingCost",
     "Score",
+    "Text",
 ]

@@ -35,8 +35,8 @@ class Timeouts:
     ``first_byte_s``: until the first byte of a response body. This covers queueing and the whole
     prefill, and without ``stream`` the whole response; probes find a stopped process much sooner.
     ``idle_s``: between two pieces of a stream, and for the client to take one. ``probe_every_s``:
-    from one probe to the next. ``probe_s``: for a response to a probe. ``tokenize_s``: for one
-    request to /tokenize. ``tries``: how many instances may accept a request and not answer it.
+    from one probe to the next. ``probe_s``: for a response to a probe. ``tries``: how many
+    instances may accept a request and not answer it.
 
     Raises `InvalidValue` for values that are not above 0.
     """
@@ -45,11 +45,10 @@ class Timeouts:
     idle_s: float = 300.0
     probe_every_s: float = 1.0
     probe_s: float = 2.0
-    tokenize_s: float = 2.0
     tries: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("first_byte_s", "idle_s", "probe_every_s", "probe_s", "tokenize_s"):
+        for name in ("first_byte_s", "idle_s", "probe_every_s", "probe_s"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise InvalidValue(f"{name} must be a number of seconds above 0, got {seconds}")
@@ -73,7 +72,6 @@ class Doubt(Enum):
 
     PROBE = "probe"
     REQUEST = "request"
-    TOKENIZE = "tokenize"
     CLIENT_LEFT = "client left"
 
 
@@ -120,8 +118,8 @@ class Health:
         self._instances: dict[str, _Instance] = {}
         self._joined: dict[str, None] = {}  # those that get new requests, in order
         self._unwell: set[str] = set()  # at least those that are suspect or resting
-        self._silent: set[str] = set()
-        self._hooks: list[Callable[[str, Doubt], None]] = []
+        self.on_doubt: Callable[[str, Doubt], None] = lambda name, why: None
+        """Called with the name and the reason each time an instance is doubted."""
         self.changed = asyncio.Event()
         """Set when instances were added or removed."""
 
@@ -148,7 +146,6 @@ class Health:
         self.drain(name)
         self._instances.pop(name, None)
         self._unwell.discard(name)
-        self._silent.discard(name)
         self.changed.set()
 
     @property
@@ -164,24 +161,24 @@ class Health:
         """Return the instances that have not left."""
         return list(self._joined)
 
-    def subscribe(self, hook: Callable[[str, Doubt], None]) -> None:
-        """Call ``hook`` with the name and the reason each time an instance is doubted."""
-        self._hooks.append(hook)
-
     # --- states ------------------------------------------------------------------------------
 
     def state(self, name: str) -> InstanceHealth:
         """Return the state of one instance."""
-        one = self._instances.get(name)
-        if one is None or name not in self._joined:
+        record = self._instances.get(name)
+        if record is None or name not in self._joined:
             return InstanceHealth.LEAVING
-        if one.suspect:
+        if record.suspect:
             return InstanceHealth.SUSPECT
-        return InstanceHealth.RESTING if one.rests_until > self._clock() else InstanceHealth.UP
+        return InstanceHealth.RESTING if record.rests_until > self._clock() else InstanceHealth.UP
+
+    def states(self) -> dict[str, InstanceHealth]:
+        """Return the state of each instance, those that are leaving included."""
+        return {name: self.state(name) for name in self._instances}
 
     def up(self) -> list[str]:
         """Return the instances that are up."""
-        unwell = self._states()
+        unwell = self._not_up()
         return [name for name in self._joined if name not in unwell]
 
     def any_up(self) -> bool:
@@ -195,7 +192,7 @@ class Health:
         those that are not resting; if none is left then, suspects are not barred.
         """
         tried = set(tried)
-        unwell = self._states()
+        unwell = self._not_up()
         out = tried | (self._instances.keys() - self._joined.keys() if self._leaving else set())
         if len(self._joined) > len(unwell.keys() | tried & self._joined.keys()):
             return out | unwell.keys()
@@ -206,7 +203,7 @@ class Health:
     def _leaving(self) -> bool:
         return len(self._instances) > len(self._joined)
 
-    def _states(self) -> dict[str, InstanceHealth]:
+    def _not_up(self) -> dict[str, InstanceHealth]:
         """Return the states of the instances that are not up, without those that leave."""
         states = {name: self.state(name) for name in self._unwell}
         for name, state in states.items():
@@ -215,7 +212,7 @@ class Health:
         out = {InstanceHealth.UP, InstanceHealth.LEAVING}
         return {name: state for name, state in states.items() if state not in out}
 
-    def _known(self, name: str) -> _Instance:
+    def _record(self, name: str) -> _Instance:
         """Return the record of an instance; of one that is not known, a record to throw away."""
         return self._instances.get(name) or _Instance()
 
@@ -227,42 +224,40 @@ class Health:
 
     def failed(self, name: str) -> None:
         """Note a request without a response, or with an error that is the instance's fault."""
-        one = self._known(name)
-        if one.rests_until <= self._clock():  # requests failing together count as one failure
-            rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**one.failures)
-            one.failures = min(one.failures + 1, 10)
-            one.rests_until = self._clock() + rest
+        record = self._record(name)
+        if record.rests_until <= self._clock():  # requests failing together count as one failure
+            rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2**record.failures)
+            record.failures = min(record.failures + 1, 10)
+            record.rests_until = self._clock() + rest
         self.doubt(name, Doubt.REQUEST)
 
     def worked(self, name: str) -> None:
         """Note a request that got a response."""
-        one = self._known(name)
-        one.failures = 0
-        one.rests_until = 0.0
-        one.answered_at = self._clock()
+        record = self._record(name)
+        record.failures = 0
+        record.rests_until = 0.0
+        record.answered_at = self._clock()
         self._trust(name)
 
     def heard(self, name: str) -> None:
         """Note a piece of a stream: the instance is alive."""
-        self._known(name).silent = 0
-        self._silent.discard(name)
+        self._record(name).silent = 0
 
     def doubt(self, name: str, why: Doubt) -> None:
         """Make the instance suspect and request a probe at once."""
-        one = self._instances.get(name)
-        if one is None:
+        record = self._instances.get(name)
+        if record is None:
             return
-        if not one.suspect:
+        if not record.suspect:
             log.warning("%s is suspect (%s): no requests until it answers a probe", name, why.value)
-        one.suspect = True
+        record.suspect = True
         self._unwell.add(name)
-        one.wake.set()
-        for hook in self._hooks:
-            hook(name, why)
+        record.wake.set()
+        self.on_doubt(name, why)
 
     def left(self, name: str, since: float) -> None:
         """Note that a client left while it waited, since ``since``, for a first byte."""
-        ignored = self._known(name).answered_at < since
+        ignored = self._record(name).answered_at < since
         if ignored and self._clock() - since >= _IGNORED_S:
             self.failed(name)
         else:
@@ -272,24 +267,22 @@ class Health:
 
     def probed(self, name: str, *, answered: bool) -> None:
         """Note the result of a probe."""
-        one = self._known(name)
+        record = self._record(name)
         if answered:
             self._trust(name)
         else:
-            one.silent += 1
-            if one.silent >= _SILENT_PROBES and name in self._instances:
-                self._silent.add(name)
-            if not one.suspect:
+            record.silent += 1
+            if not record.suspect:
                 self.doubt(name, Doubt.PROBE)
         self._abandon()
 
     def silent(self, name: str) -> bool:
         """Whether enough probes failed for the instance to count as stopped."""
-        return self._known(name).silent >= _SILENT_PROBES
+        return self._record(name).silent >= _SILENT_PROBES
 
     def wake(self, name: str) -> asyncio.Event:
         """Return the event that requests a probe at once; the prober clears it."""
-        return self._known(name).wake
+        return self._record(name).wake
 
     # --- waiting requests --------------------------------------------------------------------
 
@@ -302,7 +295,7 @@ class Health:
         The other instance must be one of ``others``.
         """
         waiting = Waiting(others, give_up)
-        among = self._known(name).waiting
+        among = self._record(name).waiting
         among.add(waiting)
         try:
             yield waiting
@@ -310,20 +303,19 @@ class Health:
             among.discard(waiting)
 
     def _trust(self, name: str) -> None:
-        one = self._known(name)
-        if one.suspect:
+        record = self._record(name)
+        if record.suspect:
             log.info("%s answers probes again", name)
-        one.suspect = False
-        one.silent = 0
-        one.answered = True
-        self._silent.discard(name)
+        record.suspect = False
+        record.silent = 0
+        record.answered = True
 
     def _abandon(self) -> None:
         """Give up requests that wait at silent instances while another one is up."""
-        waits = [one for name in self._silent if (one := self._instances[name]).waiting]
-        up = set(self.up()) if waits else set()
-        for one in waits:
-            for waiting in one.waiting:
+        silent = [self._instances[name] for name in self._unwell if self.silent(name)]
+        up = set(self.up()) if any(record.waiting for record in silent) else set()
+        for record in silent:
+            for waiting in record.waiting:
                 if not waiting.abandoned and not up.isdisjoint(waiting.others):
                     waiting.abandoned = True
                     waiting.give_up()

@@ -50,7 +50,7 @@ class TierBlocks:
 
     def has(self, size: int) -> bool:
         """Whether blocks end at every multiple of ``size`` tokens."""
-        return any(size % one == 0 for one in self.sizes)
+        return any(size % step == 0 for step in self.sizes)
 
 
 def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> list[HeldGroup]:
@@ -59,10 +59,10 @@ def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> lis
     ``keys`` are those of the prompt's prefixes, ``size`` tokens apart. Cost: one dict lookup and
     one comparison per key.
     """
-    found: list[HeldGroup] = []
+    groups: list[HeldGroup] = []
 
     def add(places: int, at: int) -> None:
-        found.append(HeldGroup(places, HeldPrefix(at * size, {tier.name: at * size})))
+        groups.append(HeldGroup(places, HeldPrefix(at * size, {tier.name: at * size})))
 
     get = tier.holders.get
     alive, same = among, among
@@ -77,10 +77,10 @@ def in_one_tier(keys: list[int], among: int, tier: TierBlocks, size: int) -> lis
                 add(alive ^ left, at)
             alive = left
             if not alive:
-                return found
+                return groups
     if keys:
         add(alive, len(keys))
-    return found
+    return groups
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ def in_several_tiers(
 
     Cost: one dict lookup per key and tier, and some work per change of holders.
     """
-    found: list[HeldGroup] = []
+    groups: list[HeldGroup] = []
     gets = [tier.holders.get for tier in tiers]
     seen: list[int] | None = None
     runs = [_Run(among, 0, 0, HeldPrefix())]
@@ -120,18 +120,18 @@ def in_several_tiers(
         for mask in masks:
             now.append(mask & ~taken)
             taken |= mask
-        runs = [part for run in runs for part in _split(run, now, at, tiers, size, found)]
+        runs = [part for run in runs for part in _split(run, now, at, tiers, size, groups)]
         if not runs:
-            return found
+            return groups
     if keys:
-        found += [HeldGroup(run.places, run.until(len(keys), tiers, size)) for run in runs]
-    return found
+        groups += [HeldGroup(run.places, run.until(len(keys), tiers, size)) for run in runs]
+    return groups
 
 
 def _split(  # noqa: PLR0917 - the walk's own state
-    run: _Run, now: list[int], at: int, tiers: list[TierBlocks], size: int, found: list[HeldGroup]
+    run: _Run, now: list[int], at: int, tiers: list[TierBlocks], size: int, groups: list[HeldGroup]
 ) -> list[_Run]:
-    """Return the runs that go on at key ``at``; add the places that end before it to ``found``."""
+    """Return the runs that go on at key ``at``; add the places that end before it to ``groups``."""
     stay = run.places & now[run.tier]
     if stay == run.places:
         return [run]
@@ -145,28 +145,27 @@ def _split(  # noqa: PLR0917 - the walk's own state
     for part in parts:
         ended &= ~part.places
     if ended and at:
-        found.append(HeldGroup(ended, held))
+        groups.append(HeldGroup(ended, held))
     run.places = stay
     return [run, *parts] if stay else parts
 
 
-def longest_first(found: list[HeldGroup]) -> list[HeldGroup]:
+def longest_first(groups: list[HeldGroup]) -> list[HeldGroup]:
     """Return groups, each place once, where it holds most; those that hold most first."""
-    found = sorted(found, key=lambda group: -group.held.tokens)
-    taken, groups = 0, []
-    for places, held in found:
-        left = places & ~taken
-        taken |= places
-        if left:
-            groups.append(HeldGroup(left, held))
-    return groups
+    seen, ranked = 0, []
+    for places, held in sorted(groups, key=lambda group: -group.held.tokens):
+        fresh = places & ~seen
+        seen |= places
+        if fresh:
+            ranked.append(HeldGroup(fresh, held))
+    return ranked
 
 
 def bits_of(mask: int) -> list[int]:
     """Return the positions of the bits that are set."""
-    found = []
+    slots = []
     while mask:
         low = mask & -mask
-        found.append(low.bit_length() - 1)
+        slots.append(low.bit_length() - 1)
         mask ^= low
-    return found
+    return slots

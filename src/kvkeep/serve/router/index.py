@@ -40,11 +40,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class InstanceBlocks:
-    """One instance's blocks in the index, over all its ranks and tiers."""
+    """One instance's blocks in the index, over all its ranks and tiers: announced, or routed."""
 
     blocks: int = 0
     evicted: int = 0
     parts: list[PlaceBlocks] = field(default_factory=list)
+
+
+_NONE = InstanceBlocks()
 
 
 @dataclass(slots=True, eq=False)
@@ -115,51 +118,14 @@ class PlaceBlocks:
         else:
             del self.holders[key]
 
+    def note_size(self, size: int) -> None:
+        """Note that the place has blocks of this size in this tier."""
+        self.tier.sizes[size] = self.tier.sizes.get(size, 0) | self.bit
+
     def refresh(self, block: Hash, key: int) -> None:
         """Move a block to the end of the eviction order."""
         del self.blocks[block]
         self.blocks[block] = key
-
-
-class PlaceSlots:
-    """Slots of places, the positions of their bits: the lowest that is free."""
-
-    def __init__(self) -> None:
-        self._places: list[Place | None] = []
-        self._slots: dict[Place, int] = {}
-        self._reserved: set[Place] = set()
-
-    def place(self, slot: int) -> Place:
-        """Return the place at a slot."""
-        place = self._places[slot]
-        assert place is not None, "a bit without a place"
-        return place
-
-    def take(self, place: Place) -> int:
-        """Return a place's slot."""
-        slot = self._slots.get(place)
-        if slot is None:
-            if None not in self._places:
-                self._places.append(None)
-            slot = self._slots[place] = self._places.index(None)
-            self._places[slot] = place
-        return slot
-
-    def give(self, place: Place) -> None:
-        """Free a place's slot, unless it is reserved."""
-        if place not in self._reserved and place in self._slots:
-            self._places[self._slots.pop(place)] = None
-
-    def reserve(self, place: Place) -> int:
-        """Return a place's slot, which `give` does not free."""
-        self._reserved.add(place)
-        return self.take(place)
-
-    def release(self, place: Place, *, used: bool) -> None:
-        """Let `give` free a slot again; free it if it is not in use."""
-        self._reserved.discard(place)
-        if not used:
-            self.give(place)
 
 
 def _fewer(counts: dict[Any, int], name: object) -> bool:
@@ -192,9 +158,10 @@ class PlacementIndex:
     (``refused``). ``public`` are prefixes that all salts share
     (`kvkeep.serve.router.keys`).
 
-    At most ``most_blocks`` are kept per instance, over all its ranks and tiers. Beyond, the least
-    recently stored or looked up blocks of its largest tier are evicted and counted (`evicted`), so
-    an instance that announces too many blocks, or no removals, takes no room from others.
+    At most ``most_blocks`` are kept per instance, over all its ranks and tiers, and as many again
+    of what was routed to it (`keep`). Beyond, the least recently stored or looked up blocks of its
+    largest tier are evicted and counted (`evicted`), so an instance that announces too many blocks,
+    or no removals, takes no room from others.
 
     Thread safety: none. Cost: about 1.5 µs to store a block and 0.1 µs per block of a lookup,
     regardless of the number of places and of evictions. Memory: about 200 bytes per block where
@@ -215,18 +182,19 @@ class PlacementIndex:
         self._most = whole("most_blocks", most_blocks, 1)
         self._named = frozenset(tiers)
         self._tiers = {tier: TierBlocks(tier) for tier in tiers}
-        self._instances: dict[str, InstanceBlocks] = {}
+        self._instances: dict[str, InstanceBlocks] = {}  # what they announced
+        self._routed: dict[str, InstanceBlocks] = {}  # from `keep`
         self._expected = InstanceBlocks()  # from `expect`: bounded by the running requests
         self._places: dict[Place, dict[str, PlaceBlocks]] = {}
-        self._slots = PlaceSlots()
-        self._sizes: dict[int, int] = {}  # block size → places with such blocks
+        self._slots: dict[Place, int] = {}
+        self._at: list[Place | None] = []  # by slot
         # Keys found by lookups, recorded once an instance comes near its limit.
         self._used: set[int] = set()
         self._records_use = False
 
     def __len__(self) -> int:
-        """Blocks of all places and tiers, copies counted once."""
-        return self._expected.blocks + sum(one.blocks for one in self._instances.values())
+        """Blocks of all places and tiers, copies counted once; without routed ones."""
+        return self._expected.blocks + sum(each.blocks for each in self._instances.values())
 
     @property
     def num_prefixes(self) -> int:
@@ -236,22 +204,27 @@ class PlacementIndex:
     @property
     def evicted(self) -> int:
         """Blocks evicted because their instance had too many."""
-        return sum(one.evicted for one in self._instances.values())
+        return sum(each.evicted for each in (*self._instances.values(), *self._routed.values()))
 
     def instance_blocks(self, instance: str) -> tuple[int, int]:
-        """Return an instance's number of known blocks, and of evicted ones."""
-        found = self._instances.get(instance)
-        return (found.blocks, found.evicted) if found is not None else (0, 0)
+        """Return an instance's number of announced blocks, and of evicted ones."""
+        announced = self._instances.get(instance, _NONE)
+        routed = self._routed.get(instance, _NONE)
+        return announced.blocks, announced.evicted + routed.evicted
 
-    # --- places ------------------------------------------------------------------------------
+    def routed_blocks(self, instance: str) -> int:
+        """Return an instance's number of blocks that `keep` added."""
+        return self._routed.get(instance, _NONE).blocks
 
-    def reserve(self, place: Place) -> int:
-        """Return a slot, the position of a place's bit, which stays its own until `release`."""
-        return self._slots.reserve(place)
-
-    def release(self, place: Place) -> None:
-        """Give back a place's slot, once its blocks are cleared. Idempotent."""
-        self._slots.release(place, used=place in self._places)
+    def slot(self, place: Place) -> int:
+        """Return the position of a place's bit, which is its own until `remove_instance`."""
+        slot = self._slots.get(place)
+        if slot is None:
+            if None not in self._at:
+                self._at.append(None)
+            slot = self._slots[place] = self._at.index(None)
+            self._at[slot] = place
+        return slot
 
     # --- announced blocks --------------------------------------------------------------------
 
@@ -274,11 +247,11 @@ class PlacementIndex:
         "" for none. ``lora`` and ``salt`` matter only at a prompt's start.
         """
         count = len(hashes)
-        own = self._announced(place, tier)
-        if own is None:
+        part = self._announced(place, tier)
+        if part is None:
             self.refused += count
             return
-        start = self._keys.root(lora, salt) if parent is None else own.blocks.get(parent)
+        start = self._keys.root(lora, salt) if parent is None else part.blocks.get(parent)
         if start is None:
             start = self._find_parent(place, parent)
         if start is None:
@@ -286,7 +259,7 @@ class PlacementIndex:
             return
         keys = None
         if _consistent(tokens, count, block_size, length_of(start)) and self._allow_size(
-            own, block_size
+            part, block_size
         ):
             keys = self._keys_of(start, tokens, block_size, marks)
         if keys is None:
@@ -296,8 +269,8 @@ class PlacementIndex:
             self._public.stored(place, lora, salt, tokens, block_size)
         elif self._records_use:
             self._record_use([start])
-        own.add_all(hashes, keys)
-        self._bound(own.instance)
+        part.add_all(hashes, keys)
+        self._bound(part.instance)
 
     def _bound(self, instance: InstanceBlocks) -> None:
         """Keep an instance within its limit."""
@@ -323,15 +296,15 @@ class PlacementIndex:
             return None
         added = None
         if marks is not None and marked:
-            added = np.array([self._keys.mark(one) if one else 0 for one in marks], np.uint64)
+            added = np.array([self._keys.mark(mark) if mark else 0 for mark in marks], np.uint64)
         return self._keys.after(start, row, block_size, added)
 
     def remove(self, place: Place, hashes: Iterable[Hash], *, tier: str = "GPU") -> None:
         """Remove one copy of each of these blocks; unknown ones are ignored."""
-        own = self._places.get(place, {}).get(tier)
-        if own is not None:
+        part = self._places.get(place, {}).get(tier)
+        if part is not None:
             for block in hashes:
-                own.drop(block)
+                part.drop(block)
 
     def expect(
         self, place: Place, tokens: TokenArray, step: int, *, tier: str, lora: str, salt: str
@@ -340,33 +313,31 @@ class PlacementIndex:
 
         Returns their hashes, for `remove`. Several requests may expect the same blocks.
         """
-        own = self._blocks_at(place, tier, self._expected)
-        self._use_size(own, step)
+        part = self._blocks_at(place, tier, self._expected)
+        part.note_size(step)
         keys = self._public.after(tokens, step, lora, salt) or self._keys.after(
             self._keys.root(lora, salt), tokens[:MAX_TOKENS], step
         )
         for key in keys:
-            own.add(key, key)
+            part.add(key, key)
         return keys
 
     def keep(self, place: Place, keys: Sequence[int], step: int, *, tier: str) -> None:
         """Add a prompt that a place has computed, whose ``keys`` are those of `expect`."""
-        own = self._announced(place, tier)
-        if own is None:
-            return
-        self._use_size(own, step)
+        account = self._routed.setdefault(place.instance, InstanceBlocks())
+        part = self._blocks_at(place, tier, account)
+        part.note_size(step)
         for key in keys:
-            if key in own.blocks:
-                own.refresh(key, key)
+            if key in part.blocks:
+                part.refresh(key, key)
             else:
-                own.add(key, key)
-        self._bound(own.instance)
+                part.add(key, key)
+        self._bound(part.instance)
 
     def clear(self, place: Place) -> None:
         """Remove all blocks of a place, in all tiers. Cost: O(blocks of the place)."""
-        parts = self._places.pop(place, {})
         self._public.forget(place)
-        for name, part in parts.items():
+        for name, part in self._places.pop(place, {}).items():
             for key in part.blocks.values():
                 mask = part.holders.get(key, 0) & ~part.bit
                 if mask:
@@ -375,29 +346,38 @@ class PlacementIndex:
                     part.holders.pop(key, None)
             part.instance.blocks -= len(part.blocks)
             part.instance.parts.remove(part)
-            _clear_bit(part.tier.sizes, part.bit)
-            if name not in self._named and not any(name in one for one in self._places.values()):
+            sizes = part.tier.sizes
+            part.tier.sizes = {
+                size: rest for size, mask in sizes.items() if (rest := mask & ~part.bit)
+            }
+            if name not in self._named and not any(
+                name in parts for parts in self._places.values()
+            ):
                 del self._tiers[name]
-        for part in list(parts.values())[:1]:
-            _clear_bit(self._sizes, part.bit)
-            self._slots.give(place)
+
+    def empty(self, place: Place, tier: str) -> None:
+        """Remove all blocks of a place in one tier."""
+        part = self._places.get(place, {}).get(tier)
+        if part is not None:
+            for block in list(part.blocks):
+                part.drop(block, all_copies=True)
 
     def shrink(self, instance: str, most: int) -> int:
         """Remove up to ``most`` blocks of an instance; return how many are left."""
-        own = self._instances.get(instance)
-        if own is None:
-            return 0
-        for part in own.parts:
+        accounts = [of[instance] for of in (self._instances, self._routed) if instance in of]
+        for part in (part for account in accounts for part in account.parts):
             for block in list(islice(reversed(part.blocks), most)):
                 part.drop(block, all_copies=True)
                 most -= 1
-        return own.blocks
+        return sum(account.blocks for account in accounts)
 
     def remove_instance(self, instance: str) -> None:
-        """Remove all blocks and counters of an instance."""
-        for place in [place for place in self._places if place.instance == instance]:
+        """Remove all blocks, places and counters of an instance."""
+        for place in [place for place in self._slots if place.instance == instance]:
             self.clear(place)
+            self._at[self._slots.pop(place)] = None
         self._instances.pop(instance, None)
+        self._routed.pop(instance, None)
 
     def _announced(self, place: Place, tier: str) -> PlaceBlocks | None:
         """Return where to add announced blocks; None for too many tiers or too long a name."""
@@ -411,7 +391,7 @@ class PlacementIndex:
         parts = self._places.setdefault(place, {})
         part = parts.get(tier)
         if part is None:
-            bit = 1 << self._slots.take(place)
+            bit = 1 << self.slot(place)
             blocks = self._tiers.setdefault(tier, TierBlocks(tier))
             part = parts[tier] = PlaceBlocks(instance, bit, blocks, blocks.holders)
             instance.parts.append(part)
@@ -425,25 +405,23 @@ class PlacementIndex:
                 return key
         return None
 
-    def _allow_size(self, own: PlaceBlocks, block_size: int) -> bool:
+    def _allow_size(self, part: PlaceBlocks, block_size: int) -> bool:
         """Whether a place may have blocks of this size; if so, note that it has some."""
-        bit = own.bit
-        if not own.tier.sizes.get(block_size, 0) & bit:
-            sizes = {
-                size
-                for other in own.instance.parts
-                if other.bit == bit
-                for size, places in other.tier.sizes.items()
-                if places & bit
-            }
+        bit = part.bit
+        if not part.tier.sizes.get(block_size, 0) & bit:
+            sizes = {size for size, places in self._sizes().items() if places & bit}
             if block_size not in sizes and len(sizes) >= _MOST_SIZES:
                 return False
-            self._use_size(own, block_size)
+            part.note_size(block_size)
         return True
 
-    def _use_size(self, own: PlaceBlocks, block_size: int) -> None:
-        for sizes in (self._sizes, own.tier.sizes):
-            sizes[block_size] = sizes.get(block_size, 0) | own.bit
+    def _sizes(self) -> dict[int, int]:
+        """Return the block sizes in use, each with the places that have such blocks."""
+        sizes: dict[int, int] = {}
+        for tier in self._tiers.values():
+            for size, places in tier.sizes.items():
+                sizes[size] = sizes.get(size, 0) | places
+        return sizes
 
     def _record_use(self, keys: list[int]) -> None:
         """Record keys as used. Only a hint: the record is emptied when full, and refills."""
@@ -460,7 +438,7 @@ class PlacementIndex:
         """
         left = max(instance.blocks - self._most, self._most // _ROUND)
         while left > 0:
-            part = max(instance.parts, key=lambda one: len(one.blocks))
+            part = max(instance.parts, key=lambda part: len(part.blocks))
             oldest = min(2 * left, max(left, len(part.blocks) // 2))  # spare the newer half
             gone, spare = 0, oldest - left
             for block, key in list(islice(part.blocks.items(), oldest)):
@@ -480,23 +458,26 @@ class PlacementIndex:
 
     def lookup(self, tokens: TokenArray, lora: str = "", salt: str = "") -> dict[Place, HeldPrefix]:
         """Return the held prefix of this prompt by place, without places that hold nothing."""
-        named: dict[Place, HeldPrefix] = {}
-        for places, held in self.groups(tokens, lora, salt):
-            for slot in bits_of(places):
-                named[self._slots.place(slot)] = held
-        return named
+        return {
+            self._place(slot): held
+            for places, held in self.groups(tokens, lora, salt)
+            for slot in bits_of(places)
+        }
 
-    def groups(self, tokens: TokenArray, lora: str = "", salt: str = "") -> list[HeldGroup]:
+    def groups(
+        self, tokens: TokenArray, lora: str = "", salt: str = "", *, step: int | None = None
+    ) -> list[HeldGroup]:
         """Return the places that hold some of this prompt, by what they hold, the most first.
 
-        Each place is in one group. Their bits are at their slots (see `reserve`).
+        Each place is in one group. Their bits are at their slots (see `slot`). With ``step``, only
+        blocks of this size count.
         """
-        found: list[HeldGroup] = []
+        groups: list[HeldGroup] = []
         root = self._keys.root(lora, salt)
-        for size, among in self._sizes.items():
+        for size, among in self._sizes().items():
             # Only tiers whose blocks end at every step can have all keys of this walk.
-            tiers = [one for one in self._tiers.values() if one.holders and one.has(size)]
-            if not tiers or len(tokens) < size:
+            tiers = [tier for tier in self._tiers.values() if tier.holders and tier.has(size)]
+            if not tiers or len(tokens) < size or step not in {None, size}:
                 continue
             walks = [(self._keys.after(root, tokens[:MAX_TOKENS], size), size)]
             if shared := self._public.after(tokens, size, lora, salt):
@@ -509,10 +490,15 @@ class PlacementIndex:
                 else:
                     held = in_several_tiers(keys, among, tiers, size)
                 if self._records_use and held:
-                    longest = max(one.held.tokens for one in held)
+                    longest = max(group.held.tokens for group in held)
                     self._record_use(keys[: longest // size])
-                found += [one for one in held if one.held.tokens >= least]
-        return longest_first(found)
+                groups += [group for group in held if group.held.tokens >= least]
+        return longest_first(groups)
+
+    def _place(self, slot: int) -> Place:
+        place = self._at[slot]
+        assert place is not None, "a bit without a place"
+        return place
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""
@@ -522,23 +508,23 @@ class PlacementIndex:
                 part = parts.get(tier)
                 if part is None:
                     continue
-                assert self._slots.place(part.bit.bit_length() - 1) == place, place
+                assert self._place(part.bit.bit_length() - 1) == place, place
                 for key in part.blocks.values():
                     counted[key] = counted.get(key, 0) | part.bit
                 spare = len(part.blocks) - len(set(part.blocks.values()))
                 assert spare == sum(part.twins.values()), (place, tier)
                 assert set(part.copies) <= set(part.blocks), (place, tier)
             assert counted == blocks.holders, tier
-        for name, instance in self._instances.items():
-            own = [
+        for name, instance in (*self._instances.items(), *self._routed.items()):
+            parts_of = [
                 part
                 for place, parts in self._places.items()
                 if place.instance == name
                 for part in parts.values()
                 if part.instance is instance
             ]
-            assert {*map(id, own)} == {*map(id, instance.parts)}, name
-            assert instance.blocks == sum(len(part.blocks) for part in own) <= self._most, name
+            assert {*map(id, parts_of)} == {*map(id, instance.parts)}, name
+            assert instance.blocks == sum(len(part.blocks) for part in parts_of) <= self._most, name
 
 
 def _consistent(tokens: Sequence[int], count: int, block_size: int, before: int) -> bool:
@@ -549,11 +535,3 @@ def _consistent(tokens: Sequence[int], count: int, block_size: int, before: int)
         and len(tokens) == count * block_size
         and before + len(tokens) <= MAX_TOKENS
     )
-
-
-def _clear_bit(sizes: dict[int, int], bit: int) -> None:
-    """Remove a place from the masks of all block sizes."""
-    for size in list(sizes):
-        sizes[size] &= ~bit
-        if not sizes[size]:
-            del sizes[size]

@@ -174,7 +174,7 @@ class PublicKeys:
             return []
         shared = self._keys.after(self._keys.root(lora, PUBLIC_SALT), tokens[:public], step)
         marks = np.zeros((len(tokens) - public) // step, np.uint64)
-        # As an event says of the first private block, see `CacheMirror`.
+        # As an event says of the first private block, see `CacheBlocks`.
         marks[:1] = self._keys.mark(repr([salt_digest(salt)]))
         return shared + self._keys.after(shared[-1], tokens[public:], step, marks)
 

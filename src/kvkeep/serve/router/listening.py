@@ -1,8 +1,9 @@
-"""Runs the router's HTTP server until a signal; `Readiness`: whether it can take requests."""
+"""Runs the router's HTTP server until a signal; `RouterApp`: whether it can take requests."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,71 +16,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from starlette.applications import Starlette
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from kvkeep.serve.http import ConnectionLimits
     from kvkeep.serve.router.health import Health
+    from kvkeep.serve.router.metrics import RouterMetrics
 
-__all__ = ["Readiness", "ReadinessGuard", "Server", "serve"]
+__all__ = ["RouterApp", "Server", "serve"]
 
 
 # Answered during a shutdown, too, and not waited for.
 _WATCHED = frozenset({"/health", "/metrics"})
+_LAST_WRITES_S = 3  # once all requests have ended, or had their time
 
 
-class Readiness:
-    """Whether this router accepts requests, and how many it is answering.
+class RouterApp:
+    """The router's ASGI application: ``app``, which it counts the requests of.
 
-    Thread safety: none; for the event loop. Cost: `reason` looks at each instance until one is up.
+    It answers ``/livez`` and ``/ready`` itself, under any Host name: an orchestrator names the
+    router by its address. While the router shuts down, all other requests get 503.
+
+    Thread safety: none; for the event loop.
     """
 
-    def __init__(self, health: Health) -> None:
-        self.draining = False
-        """Whether requests are refused because the router shuts down."""
+    def __init__(self, app: ASGIApp, health: Health, metrics: RouterMetrics) -> None:
+        self.metrics = metrics
+        self._app = app
         self._health = health
+        self._draining = False
         self._running = 0
         self._idle = asyncio.Event()
-        self._idle.set()
-
-    def reason(self) -> str | None:
-        """Return why no request is accepted or can be answered now; None: one can."""
-        if self.draining:
-            return "this router is shutting down"
-        if not self._health.any_up():
-            return "no instance is up"
-        return None
-
-    async def drain(self, seconds: float) -> None:
-        """Refuse requests from now on; wait up to ``seconds`` until the running ones have ended."""
-        self.draining = True
-        try:
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
-
-    def begin(self) -> None:
-        """Count a request until `end`."""
-        self._running += 1
-        self._idle.clear()
-
-    def end(self) -> None:
-        """Count the end of a request."""
-        self._running -= 1
-        if not self._running:
-            self._idle.set()
-
-
-class ReadinessGuard:
-    """Answers ``/livez`` and ``/ready``, and while the router shuts down all requests, with 503.
-
-    Probes are answered under any Host name: an orchestrator names the router by its address.
-    """
-
-    def __init__(self, app: ASGIApp, readiness: Readiness) -> None:
-        self._app = app
-        self._readiness = readiness
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or pass on."""
@@ -89,28 +55,42 @@ class ReadinessGuard:
         elif path == "/livez":
             await JSONResponse({"status": "ok"})(scope, receive, send)
         elif path == "/ready":
-            reason = self._readiness.reason()
+            reason = self._reason()
             answer = JSONResponse({"status": "ok"}) if reason is None else _refusal(reason)
             await answer(scope, receive, send)
-        elif self._readiness.draining:
+        elif self._draining:
             answer = _refusal("this router is shutting down")
             # Another router may be behind the same address; a kept connection leads to this one.
             answer.headers.update({"retry-after": "1", "connection": "close"})
             await answer(scope, receive, send)
         else:
-            self._readiness.begin()
+            self._running += 1
             try:
                 await self._app(scope, receive, send)
             finally:
-                self._readiness.end()
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+
+    def _reason(self) -> str | None:
+        """Return why no request is accepted or can be answered now; None: one can."""
+        if self._draining:
+            return "this router is shutting down"
+        return None if self._health.any_up() else "no instance is up"
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse requests from now on; wait up to ``seconds`` until the running ones have ended."""
+        self._draining = True
+        self._idle.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                if self._running:
+                    await self._idle.wait()
 
 
 def _refusal(message: str) -> Response:
     error = {"message": message, "type": "server_error", "code": 503}
     return JSONResponse({"error": error}, 503)
-
-
-_LAST_WRITES_S = 3  # once all requests have ended, or had their time
 
 
 class Server(GuardedServer):
@@ -122,7 +102,7 @@ class Server(GuardedServer):
 
     def __init__(
         self,
-        app: Starlette,
+        app: RouterApp,
         limits: ConnectionLimits | None = None,
         *,
         ready: Callable[[], None] | None = None,
@@ -135,8 +115,8 @@ class Server(GuardedServer):
             date_header=False,  # the instance's own is forwarded
             timeout_graceful_shutdown=_LAST_WRITES_S,
         )
-        app.state.metrics.connections = self.connections
-        self._readiness: Readiness = app.state.readiness
+        app.metrics.connections = self.connections
+        self._router = app
         self._drain_s = drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -158,12 +138,12 @@ class Server(GuardedServer):
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._readiness.drain(self._drain_s)
+        await self._router.drain(self._drain_s)
         self.should_exit = True
 
 
 def serve(
-    app: Starlette,
+    app: RouterApp,
     bound: socket.socket,
     *,
     limits: ConnectionLimits | None = None,
@@ -174,7 +154,6 @@ def serve(
 
     See `Server` for ``limits`` and ``drain_s``.
     """
-    url = url_of(bound)
-    announce = None if ready is None else partial(ready, url)
+    announce = None if ready is None else partial(ready, url_of(bound))
     server = Server(app, limits, ready=announce, drain_s=drain_s)
     asyncio.run(server.serve([bound]))

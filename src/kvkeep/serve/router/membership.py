@@ -25,16 +25,28 @@ if TYPE_CHECKING:
 
     Resolver = Callable[[str, int], list[Any]]
 
-__all__ = ["Discovery", "DnsName", "EventAddresses", "Membership", "Resolution", "resolve"]
+__all__ = ["DnsName", "EventAddresses", "Membership", "Resolution", "resolve"]
+
+log = logging.getLogger("kvkeep.router")
+
+_OPTIONS: Final = "options"
+_MOST: Final = 4096
+"""Instances at the most; each has an index, probes and sockets."""
+_SWEEP_S: Final = 0.5
+_STEP: Final = 20_000  # blocks that are forgotten at once, in some 15 ms
+
+
+def resolve(name: str, port: int) -> list[Any]:
+    """Ask the system's resolver: /etc/hosts, then its name servers."""
+    return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What a resolution brought: the URLs of instances; empty if it failed."""
+    """The URLs that a name was resolved to; none if that failed, and why."""
 
     urls: tuple[str, ...] = ()
     why: str = ""
-    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,67 +81,30 @@ class DnsName:
             answers = resolver(parts.hostname, parts.port)
         except (OSError, UnicodeError) as error:
             return Resolution(why=str(error))
-        hosts = {family: set[str]() for family in (socket.AF_INET, socket.AF_INET6)}
-        for family, _, _, _, address in answers:
-            if family in hosts and "%" not in address[0]:  # an address of one link only
-                hosts[family].add(address[0])
-        found = [f"http://{host}:{parts.port}" for host in sorted(hosts[socket.AF_INET])]
-        if not found:
-            found = [f"http://[{host}]:{parts.port}" for host in sorted(hosts[socket.AF_INET6])]
-        return Resolution(tuple(found)) if found else Resolution(why="the name has no address")
+        for family, form in ((socket.AF_INET, "{}"), (socket.AF_INET6, "[{}]")):
+            addresses = {address[0] for of, _, _, _, address in answers if of == family}
+            hosts = sorted(host for host in addresses if "%" not in host)  # an address of one link
+            if hosts:
+                return Resolution(tuple(f"http://{form.format(h)}:{parts.port}" for h in hosts))
+        return Resolution(why="the name has no address")
 
-    async def follow(
-        self,
-        every_s: float,
-        on_found: Callable[[Resolution], None],
-        resolver: Resolver | None = None,
-    ) -> None:
-        """Resolve again and again, until cancelled; ``on_found`` is called in the event loop.
+    async def resolved(self, resolver: Resolver) -> Resolution:
+        """Resolve in a thread of its own, since it may take half a minute.
 
-        Each resolution has a thread of its own, since it may take half a minute: nothing waits for
-        it, not even the end of the process.
+        Nothing waits for the thread, not even the end of the process.
         """
         loop = asyncio.get_running_loop()
-        while True:
-            answer: asyncio.Future[Resolution] = loop.create_future()
-            asking = threading.Thread(
-                target=self._ask,
-                args=(resolver or resolve, loop, answer),
-                name=f"resolve {self.text}",
-                daemon=True,
-            )
-            asking.start()
-            on_found(await answer)
-            await asyncio.sleep(every_s)
+        answer: asyncio.Future[Resolution] = loop.create_future()
 
-    def _ask(
-        self,
-        resolver: Resolver,
-        loop: asyncio.AbstractEventLoop,
-        answer: asyncio.Future[Resolution],
-    ) -> None:
-        found = self.resolve(resolver)
+        def ask() -> None:
+            resolution = self.resolve(resolver)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(
+                    lambda: None if answer.done() else answer.set_result(resolution)
+                )
 
-        def deliver() -> None:
-            if not answer.done():
-                answer.set_result(found)
-
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(deliver)
-
-
-def resolve(name: str, port: int) -> list[Any]:
-    """Ask the system's resolver: /etc/hosts, then its name servers."""
-    return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-
-
-log = logging.getLogger("kvkeep.router")
-
-OPTIONS: Final = "options"
-_MOST: Final = 4096
-"""Instances at the most; each has an index, probes and sockets."""
-_SWEEP_S: Final = 0.5
-_STEP: Final = 20_000  # blocks that are forgotten at once, in some 15 ms
+        threading.Thread(target=ask, name=f"resolve {self.text}", daemon=True).start()
+        return await answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +133,10 @@ class EventAddresses:
         parts = urlsplit(url)
         host = parts.hostname or ""
         host = f"[{host}]" if ":" in host else host
-        events, replay = self.listed.get(url, (self.events, self.replay))
         port = str(parts.port or (443 if parts.scheme == "https" else 80))
         events, replay = (
-            one.replace("{host}", host).replace("{port}", port) for one in (events, replay)
+            pattern.replace("{host}", host).replace("{port}", port)
+            for pattern in self.listed.get(url, (self.events, self.replay))
         )
         if not events:
             return ()
@@ -171,20 +146,10 @@ class EventAddresses:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Discovery:
-    """Names at which instances are found, each asked every ``every_s`` seconds.
-
-    Raises `InvalidValue` for seconds that are not above 0.
-    """
-
-    names: Sequence[DnsName] = ()
-    every_s: float = 5.0
-    resolver: Resolver | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.every_s < float("inf"):
-            raise InvalidValue(f"every_s is a number of seconds above 0, got {self.every_s}")
+def _of_rank(address: str, rank: int) -> str:
+    """Return the address of a rank: as in vLLM, each rank's port is one above the last."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
 
 
 @dataclass(slots=True, eq=False)
@@ -199,14 +164,13 @@ class _Member:
 class Membership:
     """Adds instances to the router and its parts, and removes them.
 
-    An instance that leaves is drained: it gets no new requests, and those that run there end. It is
-    forgotten, index and all, once none runs and it has been gone for ``keep_s`` seconds. If it
-    returns before, nothing is lost: its events were followed. If it returns later, a snapshot or a
-    replay tells what it holds.
+    ``names`` are resolved every ``every_s`` seconds by ``resolver``. An instance stays as long as
+    one of its origins has it: the options, or a name. One that leaves is drained: it gets no new
+    requests, and those that run there end. It is forgotten, index and all, once none runs and it
+    has been gone for ``keep_s`` seconds. If it returns before, nothing is lost: its events were
+    followed. If it returns later, a snapshot or a replay tells what it holds.
 
-    An instance stays as long as one of its origins has it: the options, or a name.
-
-    Thread safety: none; for the event loop.
+    Raises `InvalidValue` for seconds that are not above 0. Thread safety: none; for the event loop.
     """
 
     def __init__(
@@ -216,60 +180,62 @@ class Membership:
         reader: EventReader | None = None,
         *,
         addresses: EventAddresses | None = None,
-        discovery: Discovery | None = None,
+        names: Sequence[DnsName] = (),
+        every_s: float = 5.0,
+        resolver: Resolver = resolve,
         keep_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not 0 < every_s < float("inf"):
+            raise InvalidValue(f"every_s is a number of seconds above 0, got {every_s}")
         self._router = router
         self._upstreams = upstreams
         self._reader = reader
         self._addresses = addresses or EventAddresses()
-        self._discovery = discovery or Discovery()
+        self._names = names
+        self._every_s = every_s
+        self._resolver = resolver
         self._keep_s = keep_s
         self._clock = clock
         self._listed: dict[str, frozenset[str]] = {}  # origin → what it named last
         self._failing: set[str] = set()
         self._members: dict[str, _Member] = {}
-        self._hooks: list[Callable[[str, Resolution], None]] = []
+        self.on_resolved: Callable[[str, Resolution], None] = lambda name, resolution: None
+        """Called with each name that was resolved, and what was found."""
         for name in upstreams.names:
             router.add(name)
-            self._members[name] = _Member({OPTIONS}, self._addresses.sources(name))
-
-    def subscribe(self, hook: Callable[[str, Resolution], None]) -> None:
-        """Call ``hook`` with each name that was resolved, and what was found."""
-        self._hooks.append(hook)
+            self._members[name] = _Member({_OPTIONS}, self._addresses.sources(name))
 
     async def run(self) -> None:
         """Resolve names and forget instances that have left, until cancelled."""
-        found = self._discovery
         async with asyncio.TaskGroup() as group:
-            for name in found.names:
-
-                def on_found(what: Resolution, origin: str = name.text) -> None:
-                    self.resolved(origin, what)
-
-                group.create_task(name.follow(found.every_s, on_found, found.resolver))
+            for name in self._names:
+                group.create_task(self._follow(name))
             while True:
                 await asyncio.sleep(0.0 if self.sweep() else _SWEEP_S)
 
+    async def _follow(self, name: DnsName) -> None:
+        while True:
+            self.resolved(name.text, await name.resolved(self._resolver))
+            await asyncio.sleep(self._every_s)
+
     # --- changes -----------------------------------------------------------------------------
 
-    def resolved(self, origin: str, found: Resolution) -> None:
+    def resolved(self, origin: str, resolution: Resolution) -> None:
         """Take over what a name was resolved to. After a failure, what is known stays."""
-        for hook in self._hooks:
-            hook(origin, found)
-        if not found.urls:
+        self.on_resolved(origin, resolution)
+        before, now = self._listed.get(origin, frozenset()), frozenset(resolution.urls)
+        if not now:
             if origin not in self._failing:
-                known = len(self._listed.get(origin, ()))
+                why = resolution.why
                 log.warning(
-                    "%s is not resolved: %s; its %d instances stay", origin, found.why, known
+                    "%s is not resolved: %s; its %d instances stay", origin, why, len(before)
                 )
             self._failing.add(origin)
             return
         if origin in self._failing:
             log.info("%s is resolved again", origin)
             self._failing.discard(origin)
-        before, now = self._listed.get(origin, frozenset()), frozenset(found.urls)
         self._listed[origin] = now
         for url in sorted(before - now):
             self._leave(url, origin)
@@ -301,8 +267,11 @@ class Membership:
             member.sources = ()
             if more or self._router.shrink(name, _STEP):
                 more = True
-            else:
-                self._forget(name)
+                continue
+            log.info("%s is forgotten", name)
+            del self._members[name]
+            self._upstreams.remove(name)
+            self._router.remove(name)
         return more
 
     def _join(self, url: str, origin: str) -> None:
@@ -310,7 +279,7 @@ class Membership:
         member = self._members.get(url)
         if member is None and len(self._members) >= _MOST:
             raise InvalidValue(f"there are {_MOST:,} instances; a router takes no more")
-        wanted = self._addresses.sources(url)
+        sources = self._addresses.sources(url)
         self._upstreams.add(url, proven=False)
         self._router.add(url)
         if member is None:
@@ -320,33 +289,18 @@ class Membership:
             log.info("%s stays (%s)", url, origin)
         member.origins.add(origin)
         member.left_at = None
-        if self._reader is not None and wanted != member.sources:
+        if self._reader is not None and sources != member.sources:
             self._reader.unfollow(url)
             self._router.clear(url)
-            self._reader.follow(wanted)
-        member.sources = wanted
+            self._reader.follow(sources)
+        member.sources = sources
 
     def _leave(self, url: str, origin: str) -> None:
         member = self._members.get(url)
-        if member is not None and origin in member.origins:
-            member.origins.discard(origin)
-            if not member.origins:
-                self._drain(url, member)
-
-    def _drain(self, name: str, member: _Member) -> None:
-        if member.left_at is None:
-            log.info("%s leaves: no new requests", name)
+        if member is None:
+            return
+        member.origins.discard(origin)
+        if not member.origins and member.left_at is None:
+            log.info("%s leaves: no new requests", url)
             member.left_at = self._clock()
-            self._upstreams.health.drain(name)
-
-    def _forget(self, name: str) -> None:
-        log.info("%s is forgotten", name)
-        del self._members[name]
-        self._upstreams.remove(name)
-        self._router.remove(name)
-
-
-def _of_rank(address: str, rank: int) -> str:
-    """Return the address of a rank: as in vLLM, each rank's port is one above the last."""
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
+            self._upstreams.health.drain(url)

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter as Counted
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
 from kvkeep.serve.http import metrics as http_metrics
 from kvkeep.serve.router.health import InstanceHealth
+from kvkeep.serve.router.router import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-
-    from prometheus_client.core import Metric
+    from collections.abc import Collection, Iterator, Mapping
 
     from kvkeep.core.tokens import TokenArray
     from kvkeep.serve.http import BodyBudget, Connections
     from kvkeep.serve.kv_events import EventReader
     from kvkeep.serve.router.health import Doubt
     from kvkeep.serve.router.membership import Resolution
-    from kvkeep.serve.router.prompts import TokenizeOutcome
     from kvkeep.serve.router.router import PrefixRouter, RouterStats, Score
-    from kvkeep.serve.router.upstreams import Upstreams
 
-__all__ = ["RouterFigures", "RouterMetrics"]
+__all__ = ["RouterMetrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
-
-
-class RouterFigures(NamedTuple):
-    """What the event loop alone may read: states of instances, and small families."""
-
-    states: dict[str, InstanceHealth]
-    families: list[Metric]
 
 
 class RouterMetrics:
@@ -54,10 +43,7 @@ class RouterMetrics:
         self.connections: Connections | None = None
         self.bodies = bodies
         self._tiers = frozenset(tiers)
-        self._exposing = threading.Lock()
         own = self._registry = CollectorRegistry()
-        self._read = _Read()
-        own.register(self._read)
         counter = partial(Counter, registry=own)
         self.requests = counter(
             "kvkeep_router_requests", "Forwarded requests", ["instance", "outcome"]
@@ -80,20 +66,21 @@ class RouterMetrics:
         self._doubts = counter(
             "kvkeep_router_doubts", "Times an instance became suspect", ["instance", "why"]
         )
-        self._tokenized = counter("kvkeep_router_tokenize", "Requests to /tokenize", ["outcome"])
         self._resolved = counter(
             "kvkeep_router_resolutions",
             "Resolutions of a name at which instances are discovered",
             ["name", "outcome"],
         )
 
-    def placed_at(self, score: Score, tokens: TokenArray | None) -> None:
-        """Count a placed prompt; ``tokens`` is None if they are unknown."""
-        by = "load, tokens unknown" if tokens is None else "prefix" if score.tokens else "load"
+    def placed_at(self, score: Score, tokens: TokenArray | Text | None) -> None:
+        """Count a placed prompt; ``tokens`` is None if it is unknown."""
+        by = "load, tokens unknown" if tokens is None else "load"
+        if score.tokens:
+            by = "text" if isinstance(tokens, Text) else "prefix"
         self.placed.labels(by).inc()
         self.prompt_tokens.inc(0 if tokens is None else len(tokens))
-        for tier, length in score.tiers.items():
-            self.matched_tokens.labels(tier if tier in self._tiers else "other").inc(length)
+        for tier, held in score.tiers.items():
+            self.matched_tokens.labels(tier if tier in self._tiers else "other").inc(held)
 
     def doubted(self, instance: str, why: Doubt) -> None:
         """Count an instance that became suspect."""
@@ -103,113 +90,82 @@ class RouterMetrics:
         """Count a probe."""
         self._probes.labels(instance, "answered" if answered else "failed").inc()
 
-    def tokenized(self, outcome: TokenizeOutcome) -> None:
-        """Count a request to /tokenize."""
-        self._tokenized.labels(outcome.value).inc()
-
-    def resolved(self, name: str, found: Resolution) -> None:
+    def resolved(self, name: str, resolution: Resolution) -> None:
         """Count a resolution of a name."""
-        self._resolved.labels(name, "answered" if found.urls else "failed").inc()
+        self._resolved.labels(name, "answered" if resolution.urls else "failed").inc()
 
     def forget(self, instance: str) -> None:
         """Drop all that has the label of an instance that is gone."""
-        for one in (self.requests, self.retries, self._probes, self._doubts):
-            one.remove_by_labels({"instance": instance})
-
-    def seen(self, upstreams: Upstreams) -> RouterFigures:
-        """Return what only the event loop may read. Cost: 1 µs an instance."""
-        found = [*http_metrics.families(self.connections, self.bodies)]
-        health = upstreams.health
-        return RouterFigures({name: health.state(name) for name in health.names()}, found)
+        for counter in (self.requests, self.retries, self._probes, self._doubts):
+            counter.remove_by_labels({"instance": instance})
 
     def exposition(
-        self, seen: RouterFigures, router: PrefixRouter, reader: EventReader | None
+        self,
+        states: Mapping[str, InstanceHealth],
+        router: PrefixRouter,
+        reader: EventReader | None,
     ) -> bytes:
-        """Return all metrics in Prometheus' text format.
+        """Return all metrics in Prometheus' text format; ``states`` are those of the instances.
 
-        Thread safety: any thread. Cost: 50 µs an instance, so call it outside of the event loop.
+        Thread safety: any thread. Cost: 100 µs an instance, so call it outside of the event loop.
         """
-        found = [*seen.families, _of_states(seen.states), _of_index(router.stats())]
-        feed = GaugeMetricFamily(
-            "kvkeep_router_feed",
-            "Counters of a KV event source",
-            labels=["instance", "endpoint", "what"],
-        )
-        for source, stats in (reader.stats() if reader is not None else {}).items():
-            for what, number in stats.as_dict().items():
-                feed.add_metric([source.instance, source.endpoint, what], number)
-        with self._exposing:
-            self._read.families = [*found, feed]
-            text = generate_latest(self._registry)
-        return text + _of_instances(seen.states, router).encode()
+        families = [
+            *self._registry.collect(),
+            *http_metrics.families(self.connections, self.bodies),
+            *_of_instances(states, router),
+            _of_index(router.stats()),
+            _of_feeds(reader),
+        ]
+        text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
+        return text
 
 
-class _Read(Collector):
-    """The families of the latest exposition that are read from router, proxy and reader."""
-
-    def __init__(self) -> None:
-        self.families: list[Metric] = []
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self.families)
-
-
-def _of_instances(states: Mapping[str, InstanceHealth], router: PrefixRouter) -> str:
-    """Return the text of what is known of each instance.
-
-    Written here, since the client takes ten times as long, and there may be a thousand.
-    """
-    names = {name: f'instance="{_escaped(name)}"' for name in states}
-    load = {name: router.load(name) for name in states}
-    held = {name: router.blocks(name) for name in states}
-    told: list[tuple[str, str, Callable[[str], float]]] = [
-        ("running", "Running requests", lambda name: load[name][0]),
-        ("waiting_seconds", "Expected prefill of waiting prompts", lambda name: load[name][1]),
-        (
-            "resting",
-            "1: a request failed recently",
-            lambda name: states[name] is InstanceHealth.RESTING,
-        ),
-        (
-            "suspect",
-            "1: no requests until it answers a probe",
-            lambda name: states[name] is InstanceHealth.SUSPECT,
-        ),
-    ]
-    lines: list[str] = []
-    for what, text, value in told:
-        lines += _head(metric := f"kvkeep_router_{what}", text)
-        lines += (f"{metric}{{{label}}} {float(value(name))!r}" for name, label in names.items())
-    lines += _head(
-        metric := "kvkeep_router_instance_blocks",
-        "Blocks of an instance: known, and evicted from the index at its limit",
-    )
-    for name, label in names.items():
-        for kind, count in zip(("known", "evicted"), held[name], strict=True):
-            lines.append(f'{metric}{{{label},what="{kind}"}} {float(count)!r}')
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _head(metric: str, text: str) -> tuple[str, str]:
-    return f"# HELP {metric} {text}", f"# TYPE {metric} gauge"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _of_states(states: Mapping[str, InstanceHealth]) -> GaugeMetricFamily:
-    counted = Counted(states.values())
-    gauge = GaugeMetricFamily("kvkeep_router_instances", "Instances by state", labels=["state"])
+def _of_instances(
+    states: Mapping[str, InstanceHealth], router: PrefixRouter
+) -> Iterator[GaugeMetricFamily]:
+    counts = Counted(states.values())
+    by_state = GaugeMetricFamily("kvkeep_router_instances", "Instances by state", labels=["state"])
     for state in InstanceHealth:
-        gauge.add_metric([state.value], counted[state])
-    return gauge
+        by_state.add_metric([state.value], counts[state])
+    yield by_state
+    running = _gauge("running", "Running requests")
+    waiting = _gauge("waiting_seconds", "Expected prefill of waiting prompts")
+    resting = _gauge("resting", "1: a request failed recently")
+    suspect = _gauge("suspect", "1: no requests until it answers a probe")
+    blocks = _gauge(
+        "instance_blocks",
+        "Blocks of an instance: announced (known), routed, and evicted from the index at its limit",
+        "what",
+    )
+    for name, state in states.items():
+        requests, seconds = router.load(name)
+        running.add_metric([name], requests)
+        waiting.add_metric([name], seconds)
+        resting.add_metric([name], state is InstanceHealth.RESTING)
+        suspect.add_metric([name], state is InstanceHealth.SUSPECT)
+        known, evicted = router.blocks(name)
+        routed = router.routed(name)
+        for what, count in (("known", known), ("routed", routed), ("evicted", evicted)):
+            blocks.add_metric([name, what], count)
+    yield from (running, waiting, resting, suspect, blocks)
 
 
-def _of_index(known: RouterStats) -> GaugeMetricFamily:
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvkeep_router_{name}", text, labels=["instance", *labels])
+
+
+def _of_index(stats: RouterStats) -> GaugeMetricFamily:
     blocks = GaugeMetricFamily(
         "kvkeep_router_blocks", "Blocks in the index, by kind", labels=["kind"]
     )
     for kind in ("blocks", "prefixes", "orphans", "refused", "skipped", "evicted"):
-        blocks.add_metric([kind], getattr(known, kind))
+        blocks.add_metric([kind], getattr(stats, kind))
     return blocks
+
+
+def _of_feeds(reader: EventReader | None) -> GaugeMetricFamily:
+    feed = _gauge("feed", "Counters of a KV event source", "endpoint", "what")
+    for source, stats in (reader.stats() if reader is not None else {}).items():
+        for what, number in stats.as_dict().items():
+            feed.add_metric([source.instance, source.endpoint, what], number)
+    return feed

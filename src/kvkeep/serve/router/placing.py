@@ -36,7 +36,6 @@ __all__ = [
     "PlaceLoad",
     "PlaceLoads",
     "RoutingCost",
-    "Wish",
     "choose",
     "heaviest",
     "name_hash",
@@ -66,20 +65,6 @@ class Fleet:
     place_hashes: Hashes
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a prompt asks for besides its tokens.
-
-    ``tie`` orders places that are equally good, ``slack`` says how unequal their loads may be, as a
-    share of the prompt's whole prefill. ``key`` finds the instance that the prompt should go to
-    (None: any).
-    """
-
-    tie: int
-    slack: float
-    key: int | None = None
-
-
 class Chosen(NamedTuple):
     """The slot that was chosen, and the prefill there."""
 
@@ -96,15 +81,18 @@ class _Option(NamedTuple):
     slots: Slots
 
 
-def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Chosen | None:
+def choose(
+    tokens: int, groups: list[HeldGroup], fleet: Fleet, tie: int, key: int | None = None
+) -> Chosen | None:
     """Return the best of the open places for a prompt of ``tokens`` tokens; None if none is open.
 
     ``groups`` are the places that hold some of it, those that hold most first. The best place has
     the fewest seconds of prefill, wait and penalty. Of the places with no more prefill, whose wait
-    and penalty exceed its own by less than the slack, the first in the order of ``wish.tie`` is
-    taken: this order follows from names alone, so routers that see different parts of the load
-    agree. A prompt with a key goes to the instance of that key, unless another place has less
-    prefill left, or would begin sooner by more than the prompt's prefill there.
+    and penalty exceed its own by less than the slack (`RoutingCost.slack`, of the prompt's whole
+    prefill), the first in the order of ``tie`` is taken: this order follows from names alone, so
+    routers that see different parts of the load agree. A prompt with a ``key`` goes to the instance
+    of that key, unless another place has less prefill left, or would begin sooner by more than the
+    prompt's prefill there.
 
     Pure. Cost: about 50 µs, and 30 ns a place.
     """
@@ -112,8 +100,7 @@ def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Ch
         return None
     load = np.where(fleet.open, fleet.wait_s + fleet.balance_s, np.inf)
     options, best = _best(tokens, groups, fleet, load)
-    whole_s = fleet.cost.prefill_s(tokens, None)
-    limit = load[best.slot] + wish.slack * whole_s
+    limit = load[best.slot] + fleet.cost.slack * fleet.cost.prefill_s(tokens, None)
     near = [
         (option, slots)
         for option in options
@@ -121,11 +108,11 @@ def choose(tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish) -> Ch
         and len(slots := option.slots[load[option.slots] <= limit])
     ]
     slots = np.concatenate([some for _, some in near])
-    slot = int(slots[heaviest(fleet.place_hashes[slots], wish.tie)])
+    slot = int(slots[heaviest(fleet.place_hashes[slots], tie)])
     for option, some in near:
         if slot in some:
             best = Chosen(slot, option.held, option.prefill_s)
-    return _at_key(tokens, groups, fleet, wish, load, best)
+    return best if key is None else _at_key(tokens, groups, fleet, key, load, best)
 
 
 def _best(
@@ -156,25 +143,23 @@ def _best(
 
 
 def _at_key(  # noqa: PLR0917 - the state of a choice
-    tokens: int, groups: list[HeldGroup], fleet: Fleet, wish: Wish, load: Seconds, best: Chosen
+    tokens: int, groups: list[HeldGroup], fleet: Fleet, key: int, load: Seconds, best: Chosen
 ) -> Chosen:
     """Return the place at the instance of the prompt's key, or ``best`` where that is worse."""
-    if wish.key is None:
-        return best
     slots = np.flatnonzero(fleet.open)
-    first = slots[heaviest(fleet.instance_hashes[slots], wish.key)]
+    first = slots[heaviest(fleet.instance_hashes[slots], key)]
     same = fleet.instance_hashes[slots] == fleet.instance_hashes[first]
-    found = []
+    there = []
     for slot in slots[same].tolist():
         held = next((held for places, held in groups if places >> slot & 1), HeldPrefix())
         prefill_s = fleet.cost.prefill_s(tokens, held)
         if prefill_s <= best.prefill_s * _SAME:
-            found.append(Chosen(slot, held, prefill_s))
-    if not found:
+            there.append(Chosen(slot, held, prefill_s))
+    if not there:
         return best
-    own = min(found, key=lambda one: one.prefill_s + load[one.slot])
-    late_s = fleet.wait_s[own.slot] - fleet.wait_s[best.slot]
-    return own if late_s <= max(best.prefill_s, _WAIT_S) else best
+    home = min(there, key=lambda choice: choice.prefill_s + load[choice.slot])
+    late_s = fleet.wait_s[home.slot] - fleet.wait_s[best.slot]
+    return home if late_s <= max(best.prefill_s, _WAIT_S) else best
 
 
 def _flags(mask: int, count: int) -> Flags:
@@ -250,7 +235,7 @@ class PlaceLoads:
         self._requests = np.zeros(0, np.int64)
         self._recent_s = np.zeros(0)
         self._noted = np.zeros(0)
-        self.known: Flags = np.zeros(0, np.bool_)
+        self.in_use: Flags = np.zeros(0, np.bool_)
         """Slots that have a place."""
         self.instance_hashes = np.zeros(0, np.uint64)
         self.place_hashes = np.zeros(0, np.uint64)
@@ -259,12 +244,12 @@ class PlaceLoads:
         """Add a place without load at a free slot."""
         while slot >= len(self._all):
             self._all.append(None)
-        if slot >= len(self.known):
+        if slot >= len(self.in_use):
             self._grow(slot + 1)
         load = self._all[slot] = PlaceLoad(place, slot)
         for values in (self._waiting_ns, self._requests, self._recent_s, self._noted):
             values[slot] = 0
-        self.known[slot] = True
+        self.in_use[slot] = True
         self.instance_hashes[slot] = name_hash(place.instance)
         self.place_hashes[slot] = name_hash(place.instance, str(place.rank))
         return load
@@ -273,7 +258,7 @@ class PlaceLoads:
         """Remove a place, whose slot is free then."""
         load.gone = True
         self._all[load.slot] = None
-        self.known[load.slot] = False
+        self.in_use[load.slot] = False
 
     def at(self, slot: int) -> PlaceLoad:
         """Return the load of the place at a slot."""
@@ -321,14 +306,14 @@ class PlaceLoads:
         return int(self._requests[slots].sum()), float(self._waiting_ns[slots].sum() * 1e-9)
 
     def _grow(self, least: int) -> None:
-        size = max(_FIRST, least, 2 * len(self.known))
+        size = max(_FIRST, least, 2 * len(self.in_use))
 
         def longer(values: Any) -> Any:
             return np.concatenate((values, np.zeros(size - len(values), values.dtype)))
 
         self._waiting_ns, self._requests = longer(self._waiting_ns), longer(self._requests)
         self._recent_s, self._noted = longer(self._recent_s), longer(self._noted)
-        self.known = longer(self.known)
+        self.in_use = longer(self.in_use)
         self.instance_hashes = longer(self.instance_hashes)
         self.place_hashes = longer(self.place_hashes)
 
@@ -348,6 +333,7 @@ _TIERS: Final = {
     "GPU": _FREE,
     "COMING": _FREE,
     "ROUTED": _FREE,
+    "TEXT": _FREE,
     "CPU": TransferCost(seconds_per_byte=1 / 20e9),
     "DISK": TransferCost(seconds_per_byte=1 / 3e9),
     "STORAGE": _STORAGE,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-import re
 import secrets
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -22,14 +22,15 @@ from starlette.routing import Route
 
 from kvkeep.serve.http import BodyBudget, BodyGuard, BodyRefused, body_of, unless_disconnected
 from kvkeep.serve.router.health import InstanceHealth, Timeouts
-from kvkeep.serve.router.listening import Readiness, ReadinessGuard
+from kvkeep.serve.router.listening import RouterApp
 from kvkeep.serve.router.membership import Membership
 from kvkeep.serve.router.metrics import RouterMetrics
 from kvkeep.serve.router.prompts import Prompt, PromptParser
+from kvkeep.serve.router.router import Text
 from kvkeep.serve.router.upstreams import Probes, UpstreamFailed, end_to_end_headers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     import httpx
     from starlette.types import Message, Receive, Scope, Send
@@ -39,30 +40,7 @@ if TYPE_CHECKING:
     from kvkeep.serve.router.router import PrefixRouter, RouteTicket, Score
     from kvkeep.serve.router.upstreams import Upstreams
 
-    Headers = Iterable[tuple[bytes, bytes]]
-
 __all__ = ["create_proxy"]
-
-
-class Via:
-    """The header ``Via`` (RFC 9110, 7.6.3) with a random name of this router.
-
-    A router can be among its own instances, if its name is discovered or two routers list each
-    other. The name is random and told to instances only, so no client can forge a loop.
-    """
-
-    def __init__(self) -> None:
-        self._name = b"kvkeep-%s" % secrets.token_hex(8).encode()
-
-    def passed(self, headers: Headers) -> bool:
-        """Whether a request with these headers has been at this router before."""
-        return any(
-            self._name in re.split(rb"[,\s]+", value) for name, value in headers if name == b"via"
-        )
-
-    def mark(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers with which a request is passed on."""
-        return [*headers, (b"via", b"1.1 %s" % self._name)]
 
 
 log = logging.getLogger("kvkeep.router")
@@ -75,9 +53,17 @@ _FORWARDED_ALONE = frozenset({
     "/generative_scoring", "/inference/v1/generate",
 })  # fmt: skip
 _OPERATION = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-# Statuses that count as a failure of the instance, and those worth a try at another one.
+# Requests that only compute: executed twice, they cost time and change nothing.
+_COMPUTED = PromptParser.PATHS | _FORWARDED_ALONE | {
+    "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/messages/count_tokens",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+}  # fmt: skip
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+# Statuses that count as a failure of the instance, those worth a try at another one, and those of
+# them with which nothing was executed.
 _FAILED = frozenset({502, 503, 504, 508})
 _ELSEWHERE = _FAILED | {429}
+_UNTOUCHED = frozenset({429, 503})
 _LONGEST_PATH = 32 << 10  # bytes, with its query
 
 
@@ -89,25 +75,18 @@ class _Outcome(Enum):
     BROKEN_OFF = "broken off"  # after the first byte was forwarded
     STALLED = "stalled"  # likewise: the next piece did not come in time
     NOT_TAKEN = "not taken"  # the client stopped reading
+    GIVEN_UP = "given up"  # the client disconnected
     REFUSED = "refused, asked elsewhere"
+    UNREACHABLE = "unreachable"
     BROKE = "broke"  # connected, but no response
     LATE = "no first byte in time"
     SILENT = "silent, asked elsewhere"  # probes found it stopped, and another instance is up
-    UNREACHABLE = "unreachable"
-    GIVEN_UP = "given up"  # the client disconnected
 
 
-_DONE = frozenset(
-    {
-        _Outcome.ANSWERED,
-        _Outcome.REFUSED_AT_LAST,
-        _Outcome.BROKEN_OFF,
-        _Outcome.STALLED,
-        _Outcome.NOT_TAKEN,
-    }
-)
 # The instance may have begun to process the request.
 _REACHED = frozenset({_Outcome.BROKE, _Outcome.LATE, _Outcome.SILENT})
+# The client has no response, so another instance may be asked.
+_OPEN = _REACHED | {_Outcome.REFUSED, _Outcome.UNREACHABLE}
 
 
 def create_proxy(
@@ -120,13 +99,15 @@ def create_proxy(
     timeouts: Timeouts | None = None,
     bodies: BodyBudget | None = None,
     membership: Membership | None = None,
-) -> Starlette:
+    api_key: str | None = None,
+) -> RouterApp:
     """Return an ASGI application in front of ``upstreams``, whose names are the router's instances.
 
     ``membership`` adds and removes instances; without one, it begins with those of ``upstreams``.
     ``reader`` is used for it and for /metrics. ``hosts`` are the accepted names in the Host header
-    (None: all). See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries,
-    `BodyBudget` for the memory of request bodies.
+    (None: all). With ``api_key``, /metrics and the instances in /health are for those who send it.
+    See `PromptParser` for ``tokenize``, `Timeouts` for time limits and tries, `BodyBudget` for the
+    memory of request bodies.
 
     Paths below ``/v1/`` and ``/v2/`` and a few others of inference are forwarded, with any method;
     those that operate an instance are not. API keys and bodies are forwarded unchanged and never
@@ -136,13 +117,15 @@ def create_proxy(
     metrics = RouterMetrics(bodies, router.cost.tiers)
     timeouts = timeouts or Timeouts()
     membership = membership or Membership(router, upstreams, reader)
-    membership.subscribe(metrics.resolved)
-    proxy = _Proxy(router, upstreams, reader, tokenize, timeouts=timeouts, metrics=metrics)
+    membership.on_resolved = metrics.resolved
+    proxy = _Proxy(router, upstreams, reader, PromptParser(tokenize), timeouts, metrics, api_key)
+    upstreams.health.on_doubt = metrics.doubted
+    probes = Probes(upstreams, timeouts, metrics.probed, on_gone=metrics.forget)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [
-            asyncio.create_task(proxy.probes.run(), name="the health probes"),
+            asyncio.create_task(probes.run(), name="the health probes"),
             asyncio.create_task(membership.run(), name="the watch over instances"),
         ]
         for task in tasks:
@@ -153,26 +136,22 @@ def create_proxy(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            proxy.close()
+            proxy.prompts.close()
             await upstreams.close()
 
-    readiness = Readiness(upstreams.health)
-    guards = [Middleware(ReadinessGuard, readiness)]
+    guards = [Middleware(BodyGuard, bodies)]
     if hosts is not None:
-        guards.append(Middleware(TrustedHostMiddleware, list(hosts)))
-    guards.append(Middleware(BodyGuard, bodies))
+        guards.insert(0, Middleware(TrustedHostMiddleware, list(hosts)))
     app = Starlette(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
-            Route("/{path:path}", _Forward(proxy)),
+            Route("/{path:path}", proxy),
         ],
         middleware=guards,
         lifespan=lifespan,
     )
-    app.state.metrics = metrics
-    app.state.readiness = readiness
-    return app
+    return RouterApp(app, upstreams.health, metrics)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -182,14 +161,38 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         log.error("%s has ended", task.get_name(), exc_info=error)
 
 
-class _Forward:
-    """All forwarded paths, in plain ASGI, so that responses stream without buffering."""
+class _Proxy:
+    """The state and handlers shared by all endpoints.
 
-    def __init__(self, proxy: _Proxy) -> None:
-        self._proxy = proxy
+    As an ASGI application it forwards a request: in plain ASGI, so that responses stream without
+    buffering.
+    """
+
+    def __init__(  # noqa: PLR0917 - the parts of `create_proxy`
+        self,
+        router: PrefixRouter,
+        upstreams: Upstreams,
+        reader: EventReader | None,
+        prompts: PromptParser,
+        timeouts: Timeouts,
+        metrics: RouterMetrics,
+        api_key: str | None,
+    ) -> None:
+        self.prompts = prompts
+        self._router = router
+        self._upstreams = upstreams
+        self._health = upstreams.health
+        self._reader = reader
+        self._timeouts = timeouts
+        self._metrics = metrics
+        self._api_key = None if api_key is None else api_key.encode()
+        # In the header ``Via`` (RFC 9110, 7.6.3): a router can be among its own instances, if its
+        # name is discovered or two routers list each other. Told to instances only: nobody else
+        # can forge a loop.
+        self._name = b"kvkeep-%s" % secrets.token_hex(8).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        """Forward a request, unless it or its body is refused."""
         refused = _refused(scope)
         if refused is not None:
             await refused(scope, receive, send)
@@ -205,80 +208,58 @@ class _Forward:
             await answer(scope, receive, send)
             return
         # The body stays in memory, and counted, until the end: a retry may need it.
-        forwarding = self._proxy.forward(request, body.take(), send)
+        forwarding = self._forward(Request(scope, receive), body.take(), send)
         with suppress(ClientDisconnect):
             await unless_disconnected(receive, forwarding)
 
-
-class _Proxy:
-    """The state and handlers shared by all endpoints."""
-
-    def __init__(
-        self,
-        router: PrefixRouter,
-        upstreams: Upstreams,
-        reader: EventReader | None,
-        tokenize: Tokenize | None,
-        *,
-        timeouts: Timeouts,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._router = router
-        self._via = Via()
-        self._upstreams = upstreams
-        self._health = upstreams.health
-        self._reader = reader
-        self._timeouts = timeouts
-        self._metrics = metrics
-        self._prompts = PromptParser(
-            upstreams, timeouts, tokenize, on_outcome=self._metrics.tokenized
+    def _may_see(self, request: Request) -> bool:
+        """Whether a client may see the instances: it sends the key, or there is none."""
+        if self._api_key is None:
+            return True
+        scheme, _, given = (
+            request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         )
-        self._health.subscribe(self._metrics.doubted)
-        self.probes = Probes(
-            upstreams,
-            self._health,
-            timeouts,
-            self._metrics.probed,
-            on_gone=self._metrics.forget,
-        )
+        bearer = hmac.compare_digest(given, self._api_key) and scheme.lower() == b"bearer"
+        plain = request.headers.get("x-api-key", "").encode("latin-1")
+        return hmac.compare_digest(plain, self._api_key) or bearer
 
     async def health(self, request: Request) -> Response:
         """Report the state of each instance; 200 while one is up, else 503."""
-        states = {name: self._health.state(name) for name in self._health.names()}
+        states = self._health.states()
         up = sum(state is InstanceHealth.UP for state in states.values())
-        body = {
-            "status": "ok" if up else "unavailable",
-            "instances": up,
-            "each": {name: state.value for name, state in states.items()},
-        }
+        body: dict[str, Any] = {"status": "ok" if up else "unavailable", "instances": up}
+        if self._may_see(request):
+            body["each"] = {name: state.value for name, state in states.items()}
         return JSONResponse(body, 200 if up else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format, which a thread writes."""
-        seen = self._metrics.seen(self._upstreams)
-        text = await asyncio.to_thread(self._metrics.exposition, seen, self._router, self._reader)
+        if not self._may_see(request):
+            refused = _error(401, "the metrics need the router's API key, as Authorization: Bearer")
+            refused.headers["www-authenticate"] = "Bearer"
+            return refused
+        states = self._health.states()
+        text = await asyncio.to_thread(self._metrics.exposition, states, self._router, self._reader)
         return Response(text, headers={"content-type": self._metrics.content_type})
 
-    def close(self) -> None:
-        """End the threads that read prompts."""
-        self._prompts.close()
-
-    async def forward(self, request: Request, body: bytes, send: Send) -> None:
+    async def _forward(self, request: Request, body: bytes, send: Send) -> None:
         """Send the request to the best instance, or after a failure to the next best.
 
-        No other instance is tried once a response to the client has begun.
+        No other instance is tried once a response to the client has begun, and none where one may
+        have executed a request that does more than compute.
         """
         headers = end_to_end_headers(request.scope["headers"])
-        if self._via.passed(headers):
+        if any(self._name in value for name, value in headers if name == b"via"):
             log.error("a request came back: this router is among its own instances")
             message = "this router is among its own instances"
             await _error(508, message, "server_error")(request.scope, request.receive, send)
             return
-        headers = self._via.mark(headers)
+        headers.append((b"via", b"1.1 %s" % self._name))
         path = request.scope["path"]
         placed = request.method == "POST" and path in PromptParser.PATHS
-        prompt = await self._prompts.read(path, body, headers) if placed else Prompt(None)
-        lora = prompt.model if self._router.is_adapter(prompt.model) else ""
+        prompt = await self.prompts.read(path, body, headers) if placed else Prompt(None)
+        by_name = isinstance(prompt.tokens, Text) or self._router.is_adapter(prompt.model)
+        lora = prompt.model if by_name else ""
         forwarded = _ForwardedRequest(request, headers, body)
         tried: set[str] = set()
         outcomes: list[_Outcome] = []
@@ -289,23 +270,20 @@ class _Proxy:
             tried.add(name)
             others = set(self._upstreams.names) - tried
             # A request that crashes instances must not be sent to all of them.
-            reached = sum(one in _REACHED for one in outcomes)
-            final = not others or reached >= self._timeouts.tries - 1
+            if sum(one in _REACHED for one in outcomes) >= self._timeouts.tries - 1:
+                others = set()
             ticket = self._router.begin(score, prompt.tokens, lora=lora, salt=prompt.salt)
             outcome = _Outcome.GIVEN_UP
             try:
-                # The last try is not abandoned for a silent instance: no other one follows.
-                if final:
-                    others = set()
                 outcome = await self._try(forwarded, score, ticket, send, others)
             finally:
                 self._router.end(ticket)
                 self._metrics.requests.labels(name, outcome.value).inc()
             log.info("%s to %s: %s", forwarded.log_path, name, outcome.value)
-            if outcome in _DONE:
+            if outcome not in _OPEN:
                 return
             outcomes.append(outcome)
-            if final:
+            if not others or (outcome in _REACHED and not forwarded.only_computes):
                 break
             self._metrics.retries.labels(name).inc()
         await _no_response(outcomes)(request.scope, request.receive, send)
@@ -333,18 +311,22 @@ class _Proxy:
     ) -> _Outcome:
         """Send the request to one instance; ``others`` may be tried after it.
 
-        Cancelling it closes the connection, upon which the instance aborts the request.
+        Without others, it is not abandoned for a silent instance. Cancelling it closes the
+        connection, upon which the instance aborts the request.
         """
         name = score.place.instance
         since = self._health.now()
         begun = abandoned = False
+        elsewhere = _ELSEWHERE if forwarded.only_computes else _UNTOUCHED
+        replacing = others if forwarded.only_computes else set[str]()
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self._timeouts.first_byte_s) as limit:
-                    with self._health.waiting(name, others, partial(_expire, limit)) as waiting:
+                    give_up = partial(_expire, limit)
+                    with self._health.waiting(name, replacing, give_up) as waiting:
                         try:
                             response = await self._begin(stack, forwarded, score)
-                            if response.status_code in _ELSEWHERE and self._any_alive(others):
+                            if response.status_code in elsewhere and self._any_alive(others):
                                 return _Outcome.REFUSED
                             pieces = response.aiter_raw()
                             first = await anext(pieces, b"")
@@ -451,6 +433,7 @@ class _ForwardedRequest:
         self.log_path = quote(request.scope["path"][:100])  # quoted: no path can forge a log line
         self.headers = headers
         self.body = body
+        self.only_computes = self.method in _SAFE or request.scope["path"] in _COMPUTED
 
 
 def _refused(scope: Scope) -> Response | None:

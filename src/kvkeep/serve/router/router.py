@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvkeep.core.errors import InvalidValue, whole
-from kvkeep.core.tokens import as_tokens
+from kvkeep.core.tokens import TOKEN_BYTES, TOKEN_DTYPE, as_tokens
 from kvkeep.serve.kv_events.wire import AllBlocksCleared, BlockStored, salt_digest
-from kvkeep.serve.router.held import HeldPrefix
+from kvkeep.serve.router.held import HeldPrefix, bits_of
 from kvkeep.serve.router.index import Place, PlacementIndex
 from kvkeep.serve.router.placing import (
     Fleet,
     PlaceLoad,
     PlaceLoads,
     RoutingCost,
-    Wish,
     choose,
     name_hash,
     prompt_hash,
@@ -30,24 +29,75 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvkeep.core.public import PublicPrefixes
-    from kvkeep.core.tokens import TokensLike
+    from kvkeep.core.tokens import TokenArray, TokensLike
     from kvkeep.serve.kv_events.wire import KVEvent
+    from kvkeep.serve.router.held import HeldGroup
 
-__all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score"]
+__all__ = ["PrefixRouter", "RouteTicket", "RouterStats", "Score", "Text"]
 
-# The tiers of prompts being computed right now, and of those that instances without events have
-# computed; their blocks have so many tokens.
+# The tiers of prompts being computed right now, of those that instances without events have
+# computed, and of texts that any instance has computed; their blocks have so many tokens.
 _COMING = "COMING"
 _ROUTED = "ROUTED"
+_TEXT = "TEXT"
+_OWN_TIERS = frozenset({_COMING, _ROUTED, _TEXT})
 _ROUTED_TOKENS = 64
 # Kinds of attention whose blocks prove that a prefix is cached; sliding windows keep only its end.
 _WHOLE = {None, "full_attention", "mla_attention"}
+_TAIL = 4096  # bytes of an opening that decide, from its end
 _MARK_LENGTH = 4096
 # Bounds on the announcements of one instance.
 _MOST_ADAPTERS = 1_000
 _LONGEST_ADAPTER = 256
 _MOST_GROUPS = 64
 MOST_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The beginning of a prompt as text, where its tokens are unknown.
+
+    A later turn of the conversation has the same bytes in ``raw`` and more behind them. ``opening``
+    is what all turns have in common: routers that know nothing else of the conversation send it to
+    the same instance. Four bytes count as a token.
+    """
+
+    raw: bytes
+    opening: bytes = b""
+
+    @property
+    def symbols(self) -> TokenArray:
+        """Four bytes each; what is left over at the end is no symbol."""
+        size = len(self) * TOKEN_BYTES
+        return np.frombuffer(self.raw[:size], TOKEN_DTYPE)
+
+    def __len__(self) -> int:
+        """About how many tokens it has."""
+        return len(self.raw) // TOKEN_BYTES
+
+
+class _Asked(NamedTuple):
+    """A prompt as the index compares it. Texts are in namespaces of their own."""
+
+    row: TokenArray
+    lora: str
+    salt: str
+    text: bool
+    tie: int
+
+    @classmethod
+    def of(cls, tokens: TokensLike | Text, lora: str, salt: str) -> _Asked:
+        digest = salt_digest(salt) if salt else ""
+        if isinstance(tokens, Text):
+            opening = tokens.opening or tokens.raw
+            tie = name_hash(lora, salt, str(len(opening)), opening[-_TAIL:].decode("latin-1"))
+            return cls(tokens.symbols, lora, f"text {digest}", True, tie)
+        row = as_tokens(tokens)
+        return cls(row, lora, digest, False, prompt_hash(row, lora, salt))
+
+    @property
+    def length(self) -> int:
+        return max(len(self.row), 1)
 
 
 class Score(NamedTuple):
@@ -78,6 +128,7 @@ class RouteTicket:
     prefill_s: float
     load: PlaceLoad = field(repr=False)  # kept, since the place may be removed and added meanwhile
     coming: list[int] = field(default_factory=list, repr=False)
+    is_text: bool = False
     waiting: bool = True
     ended: bool = False
 
@@ -100,16 +151,16 @@ class PrefixRouter:
     """Tracks which instance holds which prefix, from their KV events, and places prompts.
 
     It is a `kvkeep.serve.kv_events.Receiver`. Of an instance that announces no blocks, the prompts
-    that it has begun to answer count as cached there. Instance names are the caller's; instances
-    may differ in block size and hash function. Each prompt is scored as the seconds of prefill left
-    there plus the expected wait plus the penalty of `RoutingCost.balance`. Routers that read the
-    same events choose the same instance for a prompt, as far as they know the same load
-    (`RoutingCost.slack`).
+    that it has begun to answer count as cached there; of a `Text`, whose tokens no event can be
+    compared with, those of any instance. Instance names are the caller's; instances may differ in
+    block size and hash function. Each prompt is scored as the seconds of prefill left there plus
+    the expected wait plus the penalty of `RoutingCost.balance`. Routers that read the same events
+    choose the same instance for a prompt, as far as they know the same load (`RoutingCost.slack`).
 
     An instance has at most ``ranks`` data-parallel ranks; events of other ranks count for rank 0,
-    so that no prompt is sent to a rank that does not exist. The index keeps at most
-    ``most_blocks`` per instance. ``public`` are prefixes that the instances share among salts, so a
-    prompt of a new salt goes where they are cached.
+    so that no prompt is sent to a rank that does not exist. The index keeps at most ``most_blocks``
+    per instance, and as many of what was routed to it. ``public`` are prefixes that the instances
+    share among salts, so a prompt of a new salt goes where they are cached.
 
     Thread safety: safe; every method takes one lock. Cost: see `PlacementIndex`. Raises
     `InvalidValue` for ``ranks`` out of range.
@@ -165,12 +216,11 @@ class PrefixRouter:
             self._adapters.pop(instance, None)
             self._announcing.discard(instance)
             self._index.remove_instance(instance)
-            for place, load in places.items():
+            for load in places.values():
                 self._all_loads.remove(load)
-                self._index.release(place)
 
     def _add_place(self, place: Place) -> None:
-        load = self._all_loads.add(place, self._index.reserve(place))
+        load = self._all_loads.add(place, self._index.slot(place))
         self._loads[place.instance][place] = load
 
     def apply(self, instance: str, events: Sequence[KVEvent], rank: int = 0) -> None:
@@ -202,12 +252,12 @@ class PrefixRouter:
 
     def _clear(self, place: Place) -> None:
         self._index.clear(place)
-        self._windows = {known for known in self._windows if known[0] != place}
+        self._windows = {window for window in self._windows if window[0] != place}
 
     def _apply(self, place: Place, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self._clear(place)
-        elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium in {_COMING, _ROUTED}:
+        elif not 0 <= (event.group_idx or 0) < _MOST_GROUPS or event.medium in _OWN_TIERS:
             self._skipped += 1  # the router's own tiers
         elif isinstance(event, BlockStored):
             self._stored(place, event)
@@ -228,7 +278,7 @@ class PrefixRouter:
         if place.instance not in self._announcing:
             self._announcing.add(place.instance)
             for each in self._loads[place.instance]:  # what was routed there is a guess
-                self._index.clear(each)
+                self._index.empty(each, _ROUTED)
         self._index.store(
             place,
             event.block_hashes,
@@ -245,7 +295,7 @@ class PrefixRouter:
 
     def choose(
         self,
-        tokens: TokensLike | None,
+        tokens: TokensLike | Text | None,
         *,
         lora: str = "",
         salt: str = "",
@@ -254,37 +304,27 @@ class PrefixRouter:
     ) -> Score | None:
         """Return the score of the place to send a prompt to; None if no instance is left.
 
-        ``tokens`` is None if they are unknown: then the least loaded place is chosen. ``salt`` is
-        the request's ``cache_salt``, ``lora`` the adapter's name; ``without`` are instances that
+        ``tokens`` is None if the prompt is unknown: then the least loaded place is chosen. ``salt``
+        is the request's ``cache_salt``, ``lora`` the adapter's name; ``without`` are instances that
         must not get it. Prompts of one ``key`` go to one instance, where that costs nothing; see
         `kvkeep.serve.router.placing.choose`.
 
         Cost: that of a lookup (see `PlacementIndex`), 50 µs, and 30 ns a place.
         """
-        row = None if tokens is None else as_tokens(tokens)
-        digest = salt_digest(salt) if salt else ""
-        tie = random_hash() if row is None else prompt_hash(row, lora, salt)
-        length = 1 if row is None else len(row)
+        asked = None if tokens is None else _Asked.of(tokens, lora, salt)
+        length = 1 if asked is None else asked.length
+        tie = random_hash() if asked is None else asked.tie
         with self._lock:
-            groups = [] if row is None else self._index.groups(row, lora, digest)
+            groups = [] if asked is None else self._groups(asked)
             fleet = self._fleet(without)
-            wish = Wish(tie, self.cost.slack, name_hash(key) if key else None)
-            found = choose(length, groups, fleet, wish)
-            if found is None:
+            chosen = choose(length, groups, fleet, tie, name_hash(key) if key else None)
+            if chosen is None:
                 return None
-            slot, held, prefill_s = found
-            return Score(
-                self._all_loads.at(slot).place,
-                min(held.tokens, length),
-                held.tiers,
-                prefill_s,
-                float(fleet.wait_s[slot]),
-                float(fleet.balance_s[slot]),
-            )
+            return self._score(fleet, chosen.slot, chosen.held, length, chosen.prefill_s)
 
     def score(
         self,
-        tokens: TokensLike,
+        tokens: TokensLike | Text,
         *,
         lora: str = "",
         salt: str = "",
@@ -294,35 +334,40 @@ class PrefixRouter:
 
         For people, and to compare: `choose` takes one of the best without scoring all.
         """
-        row = as_tokens(tokens)
-        digest = salt_digest(salt) if salt else ""
-        length, nothing = len(row), HeldPrefix()
+        asked = _Asked.of(tokens, lora, salt)
         with self._lock:
-            held = self._index.lookup(row, lora, digest)
+            held = {slot: part for places, part in self._groups(asked) for slot in bits_of(places)}
             others = () if among is None else self._loads.keys() - set(among)
             fleet = self._fleet(others)
             scores = []
             for slot in np.flatnonzero(fleet.open).tolist():
-                place = self._all_loads.at(slot).place
-                there = held.get(place, nothing)
-                scores.append(
-                    Score(
-                        place,
-                        min(there.tokens, length),
-                        there.tiers,
-                        self.cost.prefill_s(length, there),
-                        float(fleet.wait_s[slot]),
-                        float(fleet.balance_s[slot]),
-                    )
-                )
+                part = held.get(slot, HeldPrefix())
+                prefill_s = self.cost.prefill_s(asked.length, part)
+                scores.append(self._score(fleet, slot, part, asked.length, prefill_s))
         # Ties go to the place with the least recent work.
         scores.sort(key=lambda score: (score.seconds, score.balance_s))
         return scores
 
+    def _groups(self, asked: _Asked) -> list[HeldGroup]:
+        step = _ROUTED_TOKENS if asked.text else None
+        return self._index.groups(asked.row, asked.lora, asked.salt, step=step)
+
+    def _score(
+        self, fleet: Fleet, slot: int, held: HeldPrefix, length: int, prefill_s: float
+    ) -> Score:
+        return Score(
+            self._all_loads.at(slot).place,
+            min(held.tokens, length),
+            held.tiers,
+            prefill_s,
+            float(fleet.wait_s[slot]),
+            float(fleet.balance_s[slot]),
+        )
+
     def _fleet(self, without: Collection[str]) -> Fleet:
         """Return the places with their loads; those of ``without`` are not open."""
         loads = self._all_loads
-        open_ = loads.known.copy()
+        open_ = loads.in_use.copy()
         for instance in without:
             for load in self._loads.get(instance, {}).values():
                 open_[load.slot] = False
@@ -338,21 +383,26 @@ class PrefixRouter:
         )
 
     def begin(
-        self, score: Score, tokens: TokensLike | None = None, *, lora: str = "", salt: str = ""
+        self,
+        score: Score,
+        tokens: TokensLike | Text | None = None,
+        *,
+        lora: str = "",
+        salt: str = "",
     ) -> RouteTicket:
         """Note that a prompt is sent to this place: it waits there, its tokens count as coming."""
         place = score.place
-        row = None if tokens is None else as_tokens(tokens)
-        digest = salt_digest(salt) if salt else ""
+        asked = None if tokens is None else _Asked.of(tokens, lora, salt)
         with self._lock:
             load = self._loads.get(place.instance, {}).get(place)
             if load is None:
                 raise InvalidValue(f"{place} is not known to this router")
             ticket = RouteTicket(place, score.prefill_s, load)
             self._all_loads.begin(load, ticket.prefill_s)
-            if row is not None:
+            if asked is not None:
+                ticket.is_text = asked.text
                 ticket.coming = self._index.expect(
-                    place, row, _ROUTED_TOKENS, tier=_COMING, lora=lora, salt=digest
+                    place, asked.row, _ROUTED_TOKENS, tier=_COMING, lora=lora, salt=asked.salt
                 )
         return ticket
 
@@ -368,8 +418,9 @@ class PrefixRouter:
             if ticket.load.gone:
                 return
             self._all_loads.computed(ticket.load, ticket.prefill_s, self._clock())
-            if ticket.coming and ticket.place.instance not in self._announcing:
-                self._index.keep(ticket.place, ticket.coming, _ROUTED_TOKENS, tier=_ROUTED)
+            tier = _TEXT if ticket.is_text else _ROUTED
+            if ticket.coming and (ticket.is_text or ticket.place.instance not in self._announcing):
+                self._index.keep(ticket.place, ticket.coming, _ROUTED_TOKENS, tier=tier)
 
     def end(self, ticket: RouteTicket) -> None:
         """Note the end of the request, however it ended. Idempotent."""
@@ -417,9 +468,14 @@ class PrefixRouter:
             return self._all_loads.total(self._loads.get(instance, {}).values())
 
     def blocks(self, instance: str) -> tuple[int, int]:
-        """Return an instance's number of known blocks, and of evicted ones."""
+        """Return an instance's number of announced blocks, and of evicted ones."""
         with self._lock:
             return self._index.instance_blocks(instance)
+
+    def routed(self, instance: str) -> int:
+        """Return the blocks of prompts that count as held since they were routed to an instance."""
+        with self._lock:
+            return self._index.routed_blocks(instance)
 
     def check(self) -> None:
         """Recount everything and assert that it agrees. Cost: O(blocks)."""

@@ -158,14 +158,13 @@ class Probes:
     def __init__(
         self,
         upstreams: Upstreams,
-        health: Health,
         timeouts: Timeouts,
         on_probe: Callable[[str, bool], None],
         *,
         on_gone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._upstreams = upstreams
-        self._health = health
+        self._health = upstreams.health
         self._timeouts = timeouts
         self._on_probe = on_probe
         self._on_gone = on_gone

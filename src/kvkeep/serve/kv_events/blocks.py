@@ -1,9 +1,8 @@
-"""`CacheMirror`: a mirror of a cache's stored pages, and the KV events that describe them."""
+"""`CacheBlocks`: the blocks of a cache that KV events have announced, and the events to come."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
         @property
         def tokens(self) -> npt.NDArray[np.int32] | None: ...
         @property
+        def symbols(self) -> bytes: ...
+        @property
         def extras(self) -> Extras: ...
         @property
         def start(self) -> int: ...
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         def points(self) -> Sequence[int]: ...
 
 
-__all__ = ["CacheMirror"]
+__all__ = ["CacheBlocks"]
 
 # Limits per event: none may occupy a reader for long or exceed its bounds.
 _EVENT_BLOCKS = 4096
@@ -50,19 +51,18 @@ _EVENT_REMOVALS = 1 << 16
 _MEDIUM = "GPU"  # the tier in events
 
 
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A stored page."""
+class _Page(NamedTuple):
+    """A stored page: its block key, the page before it, and for an event to come, its tokens."""
 
     key: bytes
     parent: int
-    tokens: bytes
     namespace: Namespace
+    tokens: bytes
     extras: Extras
 
 
-class CacheMirror:
-    """A mirror of one cache's stored pages: page id → block key, tokens, parent.
+class CacheBlocks:
+    """The announced blocks of one cache: page id → block key.
 
     A page is a block of ``page_size`` tokens; its hash is the low 64 bits of its block key
     (`kvkeep.core.keys`), so equal prefixes have equal hashes on every instance. Pages whose parent
@@ -72,7 +72,8 @@ class CacheMirror:
     too, while rows are there, which is not published). So a block is published only while there is
     a checkpoint at its end or behind it. Rows and states are no blocks.
 
-    Thread safety: none. Memory: per page about 250 bytes and its tokens.
+    Thread safety: none. Memory: per page about 150 bytes; with ``groups`` also its tokens, since a
+    page may be announced long after it was stored.
     """
 
     def __init__(self, page_size: int, *, groups: bool = False) -> None:
@@ -83,9 +84,6 @@ class CacheMirror:
         self._points: set[int] = set()  # pages with a checkpoint at their ends
         # By published page: 1 for its own checkpoint, and 1 for each published page behind it.
         self._reasons: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._pages)
 
     def take(self, event: Event) -> list[KVEvent]:
         """Apply a cache event. Return the KV events to publish: none for one applied before."""
@@ -101,11 +99,11 @@ class CacheMirror:
         return []
 
     def reconcile(self, spaces: Iterable[tuple[Namespace, Iterable[StoredRun]]]) -> list[KVEvent]:
-        """Make the mirror equal to the given runs of each namespace. Return the events to publish.
+        """Announce exactly the given runs of each namespace. Return the events to publish.
 
-        For a cache that existed before the mirror, or whose events were missed. Runs are given
-        depth first, as by `PagedCache.runs`. Runs without tokens (of the chain index) and all runs
-        below them are left out.
+        For a cache that existed before, or whose events were missed; of new `CacheBlocks` these
+        events are a snapshot. Runs are given depth first, as by `PagedCache.runs`. Runs without
+        tokens (of the chain index) cannot be announced here: those announced before stay.
         """
         events: list[KVEvent] = []
         seen: set[int] = set()
@@ -118,6 +116,7 @@ class CacheMirror:
                 parent = last_page[-1] if last_page else -1
                 last_page.append(pages[-1])
                 if run.tokens is None:
+                    seen.update(self._still_announced(pages, run.symbols))
                     continue
                 seen.update(pages)
                 tokens = run.tokens.astype(TOKEN_DTYPE, copy=False).tobytes()
@@ -128,23 +127,13 @@ class CacheMirror:
             events += self._lost(self._points.difference(points))
         return events + self._remove([page for page in self._pages if page not in seen])
 
-    def snapshot(self) -> Iterator[KVEvent]:
-        """Yield all pages as events for a new reader, parents first."""
-        children: dict[int, list[int]] = {}
-        for page, held in self._pages.items():
-            if not self._grouped or page in self._reasons:
-                children.setdefault(held.parent, []).append(page)
-        ahead = [[page] for page in children.get(-1, ())]
-        while ahead:
-            chain = ahead.pop()
-            while len(chain) < self._most:
-                after = children.get(chain[-1], ())
-                if len(after) != 1:
-                    break
-                chain.append(after[0])
-            ahead += [[page] for page in children.get(chain[-1], ())]
-            run = [self._pages[page] for page in chain]
-            yield from self._stored(run, run[0].parent)
+    def _still_announced(self, pages: Sequence[int], keys: bytes) -> Iterator[int]:
+        """Yield those of ``pages`` that were announced under their present ``keys``."""
+        size = len(keys) // len(pages)
+        for at, page in enumerate(pages):
+            announced = self._pages.get(page)
+            if announced is not None and announced.key == keys[at * size : (at + 1) * size]:
+                yield page
 
     def _store(
         self, namespace: Namespace, parent: int, pages: Sequence[int], tokens: bytes, extras: Extras
@@ -155,38 +144,32 @@ class CacheMirror:
         size = self.page_size * TOKEN_BYTES
         events: list[KVEvent] = []
         fresh: list[_Page] = []
-        first_parent = parent
         keys = chain_keys(root_key(namespace) if above is None else above.key, tokens, size, extras)
         for at, (page, key) in enumerate(zip(pages, keys, strict=True)):
-            known = self._pages.get(page)
-            if known is not None and known.key == key:
-                if fresh and not self._grouped:
-                    # A known page ends the run of new ones; more may follow it.
-                    events += self._stored(fresh, first_parent)
-                    fresh = []
-                first_parent = page
+            announced = self._pages.get(page)
+            if announced is not None and announced.key == key:
+                events += self._stored(fresh)  # it ends the run of new ones; more may follow it
+                fresh = []
             else:
-                if known is not None:
+                if announced is not None:
                     events += self._remove([page])
                 own = extras_between(extras, at * self.page_size, (at + 1) * self.page_size)
-                held = _Page(key, parent, tokens[at * size : (at + 1) * size], namespace, own)
-                self._pages[page] = held
-                fresh.append(held)
+                new = _Page(key, parent, namespace, tokens[at * size : (at + 1) * size], own)
+                self._pages[page] = new if self._grouped else new._replace(tokens=b"", extras=())
+                fresh.append(new)
             parent = page
-        if fresh and not self._grouped:
-            events += self._stored(fresh, first_parent)
-        return events
+        return events + self._stored(fresh)
 
     def _remove(self, pages: Iterable[int]) -> list[KVEvent]:
-        known = [page for page in pages if page in self._pages]
+        stored = [page for page in pages if page in self._pages]
         if not self._grouped:
-            return self._removed([self._pages.pop(page) for page in known])
-        events = self._lost(page for page in known if page in self._points)  # no event told of it
-        gone = [page for page in known if page in self._reasons]  # with blocks behind, that stay
+            return self._removed(self._pages.pop(page) for page in stored)
+        events = self._lost(page for page in stored if page in self._points)  # no event told of it
+        gone = [page for page in stored if page in self._reasons]  # with blocks behind, that stay
         for page in gone:
             del self._reasons[page]
-        events += self._removed([self._pages[page] for page in gone])
-        for page in known:
+        events += self._removed(self._pages[page] for page in gone)
+        for page in stored:
             del self._pages[page]
         return events
 
@@ -195,67 +178,63 @@ class CacheMirror:
     def _resumable(self, pages: Iterable[int]) -> list[KVEvent]:
         """Note checkpoints at the ends of ``pages``; return the events of blocks up to there."""
         events: list[KVEvent] = []
-        for page in pages:
-            if page in self._pages and page not in self._points:
-                self._points.add(page)
-                path = [self._pages[one] for one in self._count_up(page)]
-                if path:
-                    events += self._stored(path, path[0].parent)
+        for end in pages:
+            if end not in self._pages or end in self._points:
+                continue
+            self._points.add(end)
+            path: list[_Page] = []
+            page = end
+            while page in self._pages:
+                self._reasons[page] = self._reasons.get(page, 0) + 1
+                if self._reasons[page] > 1:
+                    break
+                path.append(self._pages[page])
+                page = self._pages[page].parent
+            events += self._announced(path[::-1])
         return events
-
-    def _count_up(self, page: int) -> list[int]:
-        """Count one more reason to publish ``page``; return the pages to publish, in order."""
-        path: list[int] = []
-        while page in self._pages:
-            self._reasons[page] = self._reasons.get(page, 0) + 1
-            if self._reasons[page] > 1:
-                break
-            path.append(page)
-            page = self._pages[page].parent
-        return path[::-1]
 
     def _lost(self, pages: Iterable[int]) -> list[KVEvent]:
         """Note that checkpoints at the ends of ``pages`` are gone; return events of blocks."""
-        gone: list[int] = []
-        for page in pages:
-            if page in self._points:
-                self._points.remove(page)
-                gone += self._count_down(page)
-        return self._removed([self._pages[page] for page in gone])
-
-    def _count_down(self, page: int) -> list[int]:
-        """Count one reason less to publish ``page``; return the pages to remove."""
-        gone: list[int] = []
-        while page in self._reasons:
-            self._reasons[page] -= 1
-            if self._reasons[page]:
-                break
-            del self._reasons[page]
-            gone.append(page)
-            page = self._pages[page].parent
-        return gone
+        gone: list[_Page] = []
+        for end in pages:
+            if end not in self._points:
+                continue
+            self._points.remove(end)
+            page = end
+            while page in self._reasons:
+                self._reasons[page] -= 1
+                if self._reasons[page]:
+                    break
+                del self._reasons[page]
+                gone.append(self._pages[page])
+                page = self._pages[page].parent
+        return self._removed(gone)
 
     # --- events ------------------------------------------------------------------------------
 
-    def _removed(self, gone: Sequence[_Page]) -> list[KVEvent]:
-        hashes: list[BlockHash] = [_wire_hash(held.key) for held in gone]
+    def _removed(self, pages: Iterable[_Page]) -> list[KVEvent]:
+        hashes: list[BlockHash] = [_wire_hash(page.key) for page in pages]
         return [
             BlockRemoved(hashes[at : at + _EVENT_REMOVALS], _MEDIUM)
             for at in range(0, len(hashes), _EVENT_REMOVALS)
         ]
 
-    def _stored(self, held: Sequence[_Page], parent: int) -> Iterator[BlockStored]:
-        """Yield these pages, in order behind ``parent``, as events of bounded size."""
-        above = None if parent < 0 else self._pages[parent]
-        for at in range(0, len(held), self._most):
-            run = held[at : at + self._most]
+    def _stored(self, pages: Sequence[_Page]) -> list[KVEvent]:
+        """Return the events of new pages; none yet with groups, see `_resumable`."""
+        return [] if self._grouped else [*self._announced(pages)]
+
+    def _announced(self, pages: Sequence[_Page]) -> Iterator[BlockStored]:
+        """Yield pages, each behind the one before, as events of bounded size."""
+        above = self._pages.get(pages[0].parent) if pages else None
+        for at in range(0, len(pages), self._most):
+            run = pages[at : at + self._most]
             yield self._event(run, above)
             above = run[-1]
 
-    def _event(self, held: Sequence[_Page], above: _Page | None) -> BlockStored:
-        namespace = held[0].namespace
-        before = [above, *held[:-1]]
-        extra = [_extras(page, last) for page, last in zip(held, before, strict=True)]
+    def _event(self, pages: Sequence[_Page], above: _Page | None) -> BlockStored:
+        namespace = pages[0].namespace
+        before = [above, *pages[:-1]]
+        extra = [_extras(page, last) for page, last in zip(pages, before, strict=True)]
         if above is None and (namespace.tenant or namespace.lora or namespace.scope):
             first: list[Any] = [namespace.lora] if namespace.lora else []
             if namespace.scope:
@@ -263,10 +242,11 @@ class CacheMirror:
             elif namespace.tenant:
                 first.append(salt_digest(namespace.tenant))
             extra[0] = [*first, *(extra[0] or ())]
+        tokens = b"".join(page.tokens for page in pages)
         return BlockStored(
-            block_hashes=[_wire_hash(one.key) for one in held],
+            block_hashes=[_wire_hash(page.key) for page in pages],
             parent_block_hash=None if above is None else _wire_hash(above.key),
-            token_ids=_ids(b"".join(one.tokens for one in held)),
+            token_ids=np.frombuffer(tokens, TOKEN_DTYPE).tolist(),
             block_size=self.page_size,
             lora_id=None,
             medium=_MEDIUM,
@@ -281,11 +261,11 @@ def _extras(page: _Page, before: _Page | None) -> list[Any] | None:
     Extras are pairs: a reader that takes text for a salt cannot mistake them for one.
     """
     own = list(page.extras)
-    found: list[Any] = []
+    salts: list[Any] = []
     if before is not None and before.namespace != page.namespace:  # behind a public prefix
         del own[0]
-        found.append(salt_digest(page.namespace.tenant))
-    return found + [[one.digest.hex(), one.position] for one in own] or None
+        salts.append(salt_digest(page.namespace.tenant))
+    return salts + [[extra.digest.hex(), extra.position] for extra in own] or None
 
 
 def _unrelated(above: Namespace, namespace: Namespace) -> bool:
@@ -296,8 +276,3 @@ def _unrelated(above: Namespace, namespace: Namespace) -> bool:
 def _wire_hash(key: bytes) -> int:
     """The low 64 bits of a block key, as vLLM does by default."""
     return int.from_bytes(key[-8:], "big")
-
-
-def _ids(tokens: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(tokens, TOKEN_DTYPE).tolist()
-    return ids
