@@ -1,104 +1,56 @@
-"""`ExplainedRequest`, and causes shared by the last requests, in the order to look at them."""
+"""Causes shared by the last requests, in the order to look at them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.observe.explain.answer import (
-    REASONS,
-    Cause,
-    ExplainSummary,
-    Explanation,
-    Missing,
-    Span,
-    covering,
-    of_public,
-    painted,
-    with_last_token,
-)
-from kvkeep.observe.explain.reasons import evicted
-from kvkeep.observe.explain.sentences import cause_sentence, sentence_of
+from kvkeep.observe.explain.sentences import cause_sentence
+from kvkeep.observe.explain.spans import REASONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.ledger import Requester
+    from kvkeep.observe.explain.history import Record
+    from kvkeep.observe.explain.spans import Span
 
-__all__ = ["ExplainedRequest", "add_up", "advice", "summarise"]
-
-# Reasons that a store's report replaces: the store is looked up after the pool.
-_STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
+__all__ = ["Cause", "ExplainSummary", "advice", "summarise"]
 
 
-@dataclass(slots=True, eq=False)
-class ExplainedRequest:
-    """One request: ``judged`` are the spans of its prompt when it was opened.
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Computed tokens of several requests with equal reason, tenant and place of divergence.
 
-    The first ``public`` tokens of the prompt are a public prefix.
+    ``share`` is of all computed tokens; ``example`` the id of the request with most of them.
+    ``tenants`` is their number: a cause that more than three have is one cause, with ``tenant``
+    None. ``advice`` is what an operator can do against it; None: nothing.
     """
 
-    requester: Requester
-    at: float
-    namespace: Namespace
-    kind: str
-    session: str | None
+    reason: str
     tokens: int
-    judged: list[Span]
-    public: int = 0
-    spans: tuple[Span, ...] = ()
-    generated: int | None = None
-    ttft_s: float | None = None
-    seconds: float | None = None
+    share: float
+    requests: int
+    tenant: str | None
+    position: int | None
+    example: str
+    sentence: str
+    tenants: int = 1
+    advice: str | None = None
 
-    def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
-        """Set the spans from ``judged``, tokens loaded from a store, and its reasons for others."""
-        spans = self.judged
-        for one in missing:
-            evidence = self._evidence(one)
-            spans = painted(
-                spans, Span(one.start, one.stop, None, one.reason, evidence), _STORE_KNOWS
-            )
-        for start, stop, tier in sources:
-            # The last token is always computed.
-            given = Span(start, min(stop, self.tokens - 1), tier, None)
-            spans = painted(spans, given, {span.reason for span in spans} - {None})
-        spans = with_last_token(spans, self.tokens)
-        self.spans = covering(of_public(spans, self.public), self.tokens)
 
-    def _evidence(self, one: Missing) -> dict[str, Any]:
-        """Return the store's evidence, complete with the fields of its reason."""
-        said = dict(one.evidence)
-        tier = said.get("tier")
-        if one.reason == "evicted":
-            whole = evicted(said.get("at"), self.at, tier=tier or "", policy=None, cause="pressure")
-            return whole | {"evictions": 1} | said
-        if one.reason == "not_admitted":
-            return {"why": "unknown", "tier": None} | said
-        if one.reason == "not_loaded":
-            return {"tier": None, "why": "expected", "load_s": None, "compute_s": None} | said
-        if one.reason == "tier_unavailable":
-            return {"tier": None, "why": "error", "waited_s": None} | said
-        return {"tier": None} | said
+@dataclass(frozen=True, slots=True)
+class ExplainSummary:
+    """Tokens that the last ``requests`` reused and computed, and the causes of computed ones.
 
-    def explanation(self) -> Explanation:
-        """Return the explanation, as far as known now."""
-        requester = self.requester
-        return Explanation(
-            id=requester.id,
-            at=self.at,
-            namespace=self.namespace,
-            kind=self.kind,
-            session=self.session,
-            prompt_tokens=self.tokens,
-            spans=self.spans,
-            generated_tokens=self.generated,
-            ttft_s=self.ttft_s,
-            seconds=self.seconds,
-            outcome=None if requester.running else requester.outcome,
-            sentence=sentence_of(self.spans, self.tokens),
-        )
+    Causes with advice come first, those of most tokens at the front; then those without, by
+    reason, and tokens that were never seen before last.
+    """
+
+    requests: int
+    prompt_tokens: int
+    reused: dict[str, int]
+    computed: dict[str, int]
+    causes: tuple[Cause, ...]
 
 
 _EVICTED: Final = {
@@ -123,10 +75,6 @@ _UNAVAILABLE: Final = {
     "late": "Use a faster tier, or give loads more time (--load-timeout).",
     "error": "Look at the tier's errors: reads failed.",
 }
-_NOT_RESUMABLE: Final = {
-    "evicted": "Give the pool more memory, or pin the prefix: the state was evicted.",
-    "no_room": "Give the pool more memory: there was no room for the state.",
-}
 
 
 def advice(reason: str, evidence: Mapping[str, Any]) -> str | None:
@@ -144,8 +92,6 @@ def advice(reason: str, evidence: Mapping[str, Any]) -> str | None:
             return _NOT_ADMITTED.get(why)
         case "other_namespace":
             return "Use one cache_salt for users who may share."
-        case "not_resumable":
-            return _NOT_RESUMABLE.get(why)
         case "tier_unavailable":
             return _UNAVAILABLE.get(why, _UNAVAILABLE["error"])
         case "damaged":
@@ -182,11 +128,11 @@ class _Group:
     evidence: Mapping[str, Any] | None = None
     tenants: int = 1
 
-    def add(self, record: ExplainedRequest, tokens: int, evidence: Mapping[str, Any]) -> None:
+    def add(self, record: Record, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
         if tokens > self.most:
-            self.most, self.example, self.evidence = tokens, record.requester.id, evidence
+            self.most, self.example, self.evidence = tokens, record.id, evidence
 
     def merge(self, other: _Group) -> None:
         self.tokens += other.tokens
@@ -196,16 +142,7 @@ class _Group:
             self.most, self.example, self.evidence = other.most, other.example, other.evidence
 
 
-def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, int]) -> None:
-    """Add the tokens of ``spans`` to both counts."""
-    for span in spans:
-        if span.source is not None:
-            reused[span.source] = reused.get(span.source, 0) + span.tokens
-        elif span.reason is not None:
-            computed[span.reason] = computed.get(span.reason, 0) + span.tokens
-
-
-def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
+def summarise(records: Iterable[Record]) -> ExplainSummary:
     """Sum up these requests. Cost: one pass over their spans."""
     groups: dict[_What, dict[str | None, _Group]] = {}
     reused: dict[str, int] = {}
@@ -214,10 +151,12 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
     for record in records:
         requests += 1
         prompt_tokens += record.tokens
-        add_up(record.spans, reused, computed)
         of_one: dict[_What, list[Span]] = {}
         for span in record.spans:
-            if span.reason is not None:
+            if span.source is not None:
+                reused[span.source] = reused.get(span.source, 0) + span.tokens
+            elif span.reason is not None:
+                computed[span.reason] = computed.get(span.reason, 0) + span.tokens
                 of_one.setdefault(_What.of(span.reason, span.evidence), []).append(span)
         for what, spans in of_one.items():
             longest = max(spans, key=lambda span: span.tokens)

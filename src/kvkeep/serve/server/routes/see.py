@@ -15,12 +15,11 @@ from kvkeep.observe.explain import (
     Cause,
     ExplainSummary,
     Explanation,
-    Missing,
     Span,
     around,
-    missing,
     why_of,
 )
+from kvkeep.observe.usage import LoadReport
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.routes.base import (
@@ -36,7 +35,7 @@ from kvkeep.serve.server.text import showable, showable_at
 
 if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.store import KVStore
+    from kvkeep.store import KVStore, Miss
 
 __all__ = ["router"]
 
@@ -142,53 +141,49 @@ def _shown(value: Any) -> Any:
     return value
 
 
-Source = tuple[int, int, str]
-
 _PATIENCE_S = 2.0
 
 
-async def stored(
+async def would_load(
     engine: Engine, tokens: "TokenArray", namespace: Namespace, cached: int
-) -> tuple[list[Source], list[Missing]]:
-    """Return ``(start, stop, tier)`` of tokens that would be loaded, and why the others would not.
+) -> LoadReport:
+    """Return what would be loaded behind the ``cached`` tokens, and why the others would not.
 
     What the engine has learned of its costs decides what would be loaded, as if it did nothing
-    else. Only tokens behind the ``cached`` ones are considered. No block is read; tiers shared with
-    other processes are queried, for two seconds at most. Both lists are empty without a store, and
-    if less than a page could be loaded.
+    else. No block is read; tiers shared with other processes are queried, for two seconds at most.
+    The report is empty without a store, and if less than a page could be loaded.
     """
     tenant = engine.store_tenant(namespace)
-    last = len(tokens) - 1
-    if engine.store is None or tenant is None or last - cached < engine.cache.page_size:
-        return [], []
+    if engine.store is None or tenant is None or len(tokens) - 1 - cached < engine.cache.page_size:
+        return LoadReport()
     began = time.monotonic()
     lookup = asyncio.to_thread(_lookup, engine, engine.store, tokens, tenant, cached)
     try:
         async with asyncio.timeout(_PATIENCE_S):
             return await lookup
     except TimeoutError:  # the thread ends by itself when the tier answers
-        waited = {"tier": None, "why": "late", "waited_s": time.monotonic() - began}
-        return [], [Missing(cached, last, "tier_unavailable", waited)]
+        return LoadReport(seconds=time.monotonic() - began, late=True)
 
 
 def _lookup(
     engine: Engine, store: "KVStore", tokens: "TokenArray", tenant: str, cached: int
-) -> tuple[list[Source], list[Missing]]:
-    found = store.lookup(tokens, tenant=tenant)
+) -> LoadReport:
+    began = time.monotonic()
+    answer = store.lookup(tokens, tenant=tenant)
     last = len(tokens) - 1
-    sources: list[Source] = []
-    slower: list[Missing] = []
-    if found.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
+    sources: list[tuple[int, int, str]] = []
+    slower: list[Miss] = []
+    if answer.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
         choice = store.worth_loading(tokens, cached, tenant=tenant)
-        slower = missing([replace(one, stop=min(one.stop, last)) for one in choice.misses])
+        slower = [replace(miss, stop=min(miss.stop, last)) for miss in choice.misses]
         start = 0
-        for tier, count in found.tiers:
+        for tier, count in answer.tiers:
             begin, stop = max(start, cached), min(start + count, last, choice.tokens)
             if begin < stop:
                 sources.append((begin, stop, tier))
             start += count
-    fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
-    return sources, [*slower, *missing(fates)]
+    why = store.why(tokens, max(answer.tokens, cached), tenant=tenant)
+    return LoadReport(tuple(sources), (*slower, *why), time.monotonic() - began)
 
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
@@ -224,18 +219,11 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, 
     explainer = service.explainer
     tokens = await read_prompt(service, body)
     space = service.namespace(body.cache_salt)
-    cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
-    sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
+    pool = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space, everywhere=True)
+    report = await would_load(service.engine, tokens, space, pool.num_tokens)
 
     def look() -> dict[str, Any]:
-        explained = explainer.prompt(
-            tokens,
-            space,
-            cached.num_tokens,
-            sources=sources,
-            missing=missing,
-            stored=cached.stored_tokens,
-        )
+        explained = explainer.prompt(tokens, space, pool.miss, report)
         return as_answer(explained, id=None, decode=service.decode)
 
     return await service.threads.for_inspection(look)
