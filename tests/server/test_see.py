@@ -71,6 +71,8 @@ def test_a_time_in_the_system_prompt(server):
     assert cause["requests"] == 2
     assert not cause["cache_salt"]
     assert summary["causes"][0] == cause
+    assert "12:00:0" in cause["text"]["given_text"]
+    assert cause["tokens_per_hour"] > cause["tokens"]
 
 
 def test_evicted_when_and_by_what_policy(start_server):

@@ -279,7 +279,7 @@ class Explainer:
         last = whole("last", last, 0)
         with self._lock:
             self._work_off()
-            return summarise(islice(reversed(self._records.values()), last))
+            return summarise(islice(reversed(self._records.values()), last), self._clock())
 
     def computed(self) -> dict[str, int]:
         """Return the computed tokens by reason, of all ended requests; the counts never fall."""

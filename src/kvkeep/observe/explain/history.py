@@ -31,8 +31,9 @@ _SKETCH = 64  # runs by which a prompt is found
 _MOST_COMPARED = 3
 _PROMPT_TOKENS = 64  # that a short prompt counts as, by the memory that it needs
 _MOST_STRETCHES = 64
-_NEAR = 256  # tokens of a difference behind which …
-_LONG = 64  # … so many equal tokens make it one
+_LEAST = 16  # equal tokens behind a difference
+_LONG = 64
+_SHORT = 48  # tokens of a difference; longer ones are a sixteenth of what is equal at most
 _MIX = tuple(np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F))
 _FOLDS = tuple(
     np.uint64(word) for word in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
@@ -77,9 +78,8 @@ class Record:
 
 
 class Difference(NamedTuple):
-    """Our prompt differs from another from ``position`` on, and has ``stretches`` of it behind."""
+    """A prompt differs from another from ``position`` on, and has ``stretches`` of it behind."""
 
-    other: Record
     position: int
     stretches: list[tuple[int, int]]
     evidence: Mapping[str, Any]
@@ -170,8 +170,9 @@ def _grams(row: TokenArray) -> Grams:
 def difference(ours: Record, others: list[Record], cached: int) -> Difference | None:
     """Return where a prepared prompt differs from one of ``others``, and goes on the same behind.
 
-    Only tokens behind the ``cached`` ones count. None without a prompt that has enough of them:
-    many behind a short difference, or half of our rest, or half of its own rest.
+    Only tokens behind the ``cached`` ones count. None without a prompt that equals ours in two
+    thirds of the shorter rest of both, behind a short difference: prompts that tell of other things
+    may quote the same file, or end in the same words.
     """
     return max(
         (found for other in others if (found := _behind(ours, other, cached)) is not None),
@@ -187,24 +188,24 @@ def _behind(ours: Record, other: Record, cached: int) -> Difference | None:
     position = ours.common(other)
     if position >= min(ours.tokens, other.tokens):
         return None
-    start = max(position, cached)
-    same = np.isin(ours.grams[start:], _grams(other.row[position:]))
-    edges = np.zeros(len(ours.row) - start + 1, np.int32)
+    same = np.isin(ours.grams[position:], _grams(other.row[position:]))
+    edges = np.zeros(ours.tokens - position + 1, np.int32)
     edges[: len(same)] += same
     edges[GRAM : GRAM + len(same)] -= same
-    inside = np.flatnonzero(np.diff(np.cumsum(edges) > 0, prepend=False, append=False)) + start
+    inside = np.flatnonzero(np.diff(np.cumsum(edges) > 0, prepend=False)) + position
     stretches = list(zip(inside[::2].tolist(), inside[1::2].tolist(), strict=True))
-    if len(stretches) > _MOST_STRETCHES:
-        longest = sorted(stretches, key=lambda part: part[0] - part[1])
-        stretches = sorted(longest[:_MOST_STRETCHES])
-    tokens = sum(stop - first for first, stop in stretches)
-    rest, their_rest = ours.tokens - start, other.tokens - position
-    long = max(GRAM, min(_LONG, rest // 2))
-    near = any(stop - first >= long and first - position <= _NEAR for first, stop in stretches)
-    moved = tokens >= max(2 * GRAM, their_rest / 2)
-    if not (near or moved or tokens >= max(GRAM, rest / 2)):
+    tokens = sum(stop - start for start, stop in stretches)
+    rest = min(ours.tokens, other.tokens) - position
+    if tokens < max(_LEAST, rest * 2 / 3):
         return None
-    return Difference(other, position, stretches, _evidence(ours, other, position, stretches[0][0]))
+    long = min(_LONG, tokens // 2)  # shorter ones are words that stand between any two texts
+    resumes = next((start for start, stop in stretches if stop - start >= long), ours.tokens)
+    if resumes - position > max(_SHORT, tokens // 16):
+        return None
+    evidence = _evidence(ours, other, position, stretches[0][0])
+    computed = [(max(start, cached), stop) for start, stop in stretches if stop > cached]
+    longest = sorted(computed, key=lambda part: part[0] - part[1])[:_MOST_STRETCHES]
+    return Difference(position, sorted(longest), evidence) if longest else None
 
 
 def _evidence(ours: Record, other: Record, position: int, resumes: int) -> dict[str, Any]:

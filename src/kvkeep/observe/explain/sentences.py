@@ -233,7 +233,8 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
         case "diverged":
             many = evidence["differs"]
             how = f"a difference of {many:,} token{'s' * (many != 1)}" if many else "something less"
-            return f"differ at token {evidence['position']:,} ({how})"
+            at = evidence["position"]
+            return f"differ at {'several positions' if at is None else f'token {at:,}'} ({how})"
         case "evicted":
             tier = evidence.get("tier")
             place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvkeep.observe.explain.sentences import cause_sentence
-from kvkeep.observe.explain.spans import REASONS
+from kvkeep.observe.explain.spans import BEFORE, REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,6 +24,11 @@ class Cause:
     ``share`` is of all computed tokens; ``example`` the id of the request with most of them.
     ``tenants`` is their number: a cause that more than three have is one cause, with ``tenant``
     None. ``advice`` is what an operator can do against it; None: nothing.
+
+    Prompts that "diverged" do so at the same place if the tokens before it are the same, or those
+    that one of two prompts has and the other has not. ``position`` is None if such prompts differ
+    at several positions. ``difference`` is the evidence of the example, for `around`: the text that
+    breaks the prefix. ``tokens_per_hour`` is what a cause costs, since the first of the requests.
     """
 
     reason: str
@@ -36,6 +41,8 @@ class Cause:
     sentence: str
     tenants: int = 1
     advice: str | None = None
+    tokens_per_hour: float = 0.0
+    difference: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +110,45 @@ def advice(reason: str, evidence: Mapping[str, Any]) -> str | None:
 _MOST_TENANTS: Final = 3  # that each have a cause of their own
 
 
+class _Places:
+    """Numbers the places where prompts diverge; equal ones have the same number.
+
+    The tokens before a place are compared, and those from it on: `_CONTEXT` of each. Values that
+    change may begin in the same way, so a place may lie `_SHIFT` tokens behind another.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def number(self, evidence: Mapping[str, Any]) -> int:
+        """Return the number of the place of a difference."""
+        given, cached = evidence["given"], evidence["cached"]
+        at = min(BEFORE, evidence["position"])
+        before = (*(BEFORE - at) * [-1], *given[:at])
+        last = BEFORE - _CONTEXT
+        ends = [before[start : start + _CONTEXT] for start in range(last - _SHIFT, last + 1)]
+        texts = [("text", tuple(side[at : at + BEFORE])) for side in (given, cached)]
+        # What is earlier has as its end what is shifted here, and the other way round.
+        known = [("end", end) for end in ends] + [("shifted", ends[-1]), *texts]
+        number = next((self._numbers[key] for key in known if key in self._numbers), None)
+        if number is None:
+            number = len(self._numbers)
+        for key in (("end", ends[-1]), *(("shifted", end) for end in ends), *texts):
+            self._numbers.setdefault(key, number)
+        return number
+
+
+_CONTEXT: Final = 6
+_SHIFT: Final = BEFORE - _CONTEXT
+
+
 class _What(NamedTuple):
     """What makes spans of one request, and requests of one tenant, one cause."""
 
     reason: str
     detail: str
-    position: int | None
+    place: int | None
     public: bool
-
-    @classmethod
-    def of(cls, reason: str, evidence: Mapping[str, Any]) -> _What:
-        detail = evidence.get("why") or evidence.get("cause") or ""
-        return cls(reason, str(detail), evidence.get("position"), "public" in evidence)
 
 
 @dataclass(slots=True)
@@ -125,12 +159,15 @@ class _Group:
     requests: int = 0
     most: int = 0
     example: str = ""
-    evidence: Mapping[str, Any] | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    positions: set[int] = field(default_factory=set)
     tenants: int = 1
 
     def add(self, record: Record, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
+        if "position" in evidence:
+            self.positions.add(evidence["position"])
         if tokens > self.most:
             self.most, self.example, self.evidence = tokens, record.id, evidence
 
@@ -138,26 +175,47 @@ class _Group:
         self.tokens += other.tokens
         self.requests += other.requests
         self.tenants += other.tenants
+        self.positions |= other.positions
         if other.most > self.most:
             self.most, self.example, self.evidence = other.most, other.example, other.evidence
 
+    @property
+    def position(self) -> int | None:
+        """Where the example differs; None if others do so elsewhere."""
+        if not self.positions or max(self.positions) - min(self.positions) > _SHIFT:
+            return None
+        return int(self.evidence["position"])
 
-def summarise(records: Iterable[Record]) -> ExplainSummary:
-    """Sum up these requests. Cost: one pass over their spans."""
+
+_LEAST_S: Final = 60.0
+
+
+def summarise(records: Iterable[Record], now: float) -> ExplainSummary:
+    """Sum up these requests at time ``now``. Cost: one pass over their spans."""
     groups: dict[_What, dict[str | None, _Group]] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}
     requests = prompt_tokens = 0
+    places, oldest = _Places(), now
     for record in records:
         requests += 1
         prompt_tokens += record.tokens
+        oldest = min(oldest, record.at)
+        place: int | None = None
         of_one: dict[_What, list[Span]] = {}
         for span in record.spans:
             if span.source is not None:
                 reused[span.source] = reused.get(span.source, 0) + span.tokens
             elif span.reason is not None:
                 computed[span.reason] = computed.get(span.reason, 0) + span.tokens
-                of_one.setdefault(_What.of(span.reason, span.evidence), []).append(span)
+                diverged = span.reason == "diverged"
+                if diverged and place is None:
+                    place = places.number(span.evidence)
+                detail = span.evidence.get("why") or span.evidence.get("cause") or ""
+                what = _What(
+                    span.reason, detail, place if diverged else None, "public" in span.evidence
+                )
+                of_one.setdefault(what, []).append(span)
         for what, spans in of_one.items():
             longest = max(spans, key=lambda span: span.tokens)
             total = sum(span.tokens for span in spans)
@@ -166,8 +224,9 @@ def summarise(records: Iterable[Record]) -> ExplainSummary:
                 record, total, longest.evidence
             )
     total = sum(computed.values())
+    hours = max(now - oldest, _LEAST_S) / 3600
     causes = [
-        _cause(what.reason, what.position, tenant, group, total)
+        _cause(what.reason, tenant, group, total, hours)
         for what, tenants in groups.items()
         for tenant, group in _merged(tenants).items()
     ]
@@ -204,11 +263,11 @@ def _merged(tenants: dict[str | None, _Group]) -> dict[str | None, _Group]:
     return {None: whole}
 
 
-def _cause(
-    reason: str, position: int | None, tenant: str | None, group: _Group, total: int
-) -> Cause:
-    share = group.tokens / total
-    evidence = group.evidence or {}
+def _cause(reason: str, tenant: str | None, group: _Group, total: int, hours: float) -> Cause:
+    share, evidence, position = group.tokens / total, group.evidence, group.position
+    said = cause_sentence(
+        reason, share, tenant, {**evidence, "position": position}, tenants=group.tenants
+    )
     return Cause(
         reason=reason,
         tokens=group.tokens,
@@ -217,7 +276,9 @@ def _cause(
         tenant=tenant,
         position=position,
         example=group.example,
-        sentence=cause_sentence(reason, share, tenant, evidence, tenants=group.tenants),
+        sentence=said,
         tenants=group.tenants,
         advice=advice(reason, evidence),
+        tokens_per_hour=group.tokens / hours,
+        difference=evidence if reason == "diverged" else None,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,22 +67,22 @@ def as_line(explained: Explanation, *, id: str | None) -> dict[str, Any]:
 
 def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> dict[str, Any]:
     """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
-    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
+    diverged = next((span.evidence for span in explained.spans if span.reason == "diverged"), None)
     return {
         **as_line(explained, id=id),
         "spans": [_span(span, text=decode is not None) for span in explained.spans],
-        "text": None if decode is None or diverged is None else _text(diverged, decode),
+        "text": _text(diverged, decode),
     }
 
 
-def as_summary(summary: ExplainSummary) -> dict[str, Any]:
+def as_summary(summary: ExplainSummary, decode: Decode | None) -> dict[str, Any]:
     """Return the summary as JSON has it; the order of the causes is kept."""
     return {
         "requests": summary.requests,
         "prompt_tokens": summary.prompt_tokens,
         "reused": {showable(source): tokens for source, tokens in summary.reused.items()},
         "computed": dict(summary.computed),
-        "causes": [_cause(cause) for cause in summary.causes],
+        "causes": [_cause(cause, decode) for cause in summary.causes],
     }
 
 
@@ -101,10 +101,11 @@ def _span(span: Span, *, text: bool) -> dict[str, Any]:
     }
 
 
-def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
-    words = around(diverged.evidence, decode)
-    if not words:
+def _text(diverged: Mapping[str, Any] | None, decode: Decode | None) -> dict[str, Any] | None:
+    """Return the texts around a difference."""
+    if diverged is None or decode is None:
         return None
+    words = around(diverged, decode)
     given, at_given = showable_at(words["given_text"], words["at_given"])
     cached, at_cached = showable_at(words["cached_text"], words["at_cached"])
     return {
@@ -115,10 +116,11 @@ def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
     }
 
 
-def _cause(cause: Cause) -> dict[str, Any]:
+def _cause(cause: Cause, decode: Decode | None) -> dict[str, Any]:
     return {
         "reason": cause.reason,
         "tokens": cause.tokens,
+        "tokens_per_hour": round(cause.tokens_per_hour),
         "share": cause.share,
         "requests": cause.requests,
         "cache_salt": None if cause.tenant is None else showable(cause.tenant),
@@ -127,6 +129,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "sentence": showable(cause.sentence),
         "tenants": cause.tenants,
         "advice": cause.advice,
+        "text": _text(cause.difference, decode),
     }
 
 
@@ -248,8 +251,8 @@ async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
-    explainer = service.explainer
-    return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last)))
+    explainer, decode = service.explainer, service.decode
+    return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last), decode))
 
 
 @router.get("/live", responses=READ_ERRORS, operation_id="kv_live")
