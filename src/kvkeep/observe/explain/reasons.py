@@ -131,8 +131,10 @@ class PoolReasons:
         """Say more of tokens from ``start`` on, which the pool has not seen."""
         new, size = frozenset({"new"}), self._size
         before = max(similar, key=record.common, default=None)
-        stop = 0 if before is None else record.common(before) // size * size
-        if before is not None and stop >= start + size:
+        common = 0 if before is None else record.common(before)
+        unit = size if self._reuse else 1  # of what is stored
+        if before is not None and common >= start + unit:
+            stop = common // unit * unit
             return painted(spans, self._lost(before, start, stop), new)
         elsewhere = self._history.similar(record, elsewhere=True)
         theirs = [one for one in elsewhere if one.store and one.outcome in {None, "done"}]
