@@ -208,13 +208,12 @@ def remember_little() -> None:
     As they ship they are reached after hours and some hundred MB. These are reached at once, so
     memory that grows is a leak.
     """
-    from kvkeep.observe.explain.explainer import Explainer  # noqa: PLC0415
+    from kvkeep.observe.explain import Explainer  # noqa: PLC0415
 
     for bound in (
         "kvkeep.core.cache.sessions._MOST_SESSIONS",
         "kvkeep.serve.engine.offload.offload._MOST_TENANTS",
         "kvkeep.serve.engine.offload.writes._REMEMBERED",
-        "kvkeep.observe.explain.ledger._SLACK",
         "kvkeep.observe.usage.history._MOST_TIMES",
         "kvkeep.store.tiers.tiering._MOST_COUNTED",
     ):
@@ -224,7 +223,7 @@ def remember_little() -> None:
         setattr(module, name, 200)
     defaults = Explainer.__init__.__kwdefaults__
     assert defaults is not None
-    defaults.update(requests=100, prompt_tokens=20_000, units=1_000)
+    defaults.update(requests=100, prompt_tokens=20_000)
 
 
 def serve(args: argparse.Namespace) -> None:

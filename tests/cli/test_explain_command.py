@@ -110,6 +110,14 @@ def test_a_summary_ranks_what_costs():
     shown = [line.plain for line in draw_summary(said, 100)]
     at = next(at for at, line in enumerate(shown) if "differ at token 41" in line)
     assert shown[at + 1] == " " * 26 + "Move what changes behind what stays."
+    texts = {"given_text": "It is 22:05 now", "cached_text": "It is 21:58 now",
+             "at_given": 7, "at_cached": 7}  # fmt: skip
+    said["causes"][1] |= {"tokens_per_hour": 1234, "text": texts}
+    hourly, *both = [line.plain for line in draw_summary(said, 100)][at + 2 : at + 6]
+    assert hourly.strip() == "costs 1,234 tokens an hour, by this text:"
+    assert [line.strip() for line in both] == [
+        "this prompt  It is 22:05 now", "cached  It is 21:58 now", "^"
+    ]  # fmt: skip
     many = [{"reason": "new", "tokens": 10, "share": 0.05, "requests": 1}] * 20
     shown = [line.plain for line in draw_summary(summary(causes=many), 100)]
     assert " 40 %       80            8 more causes" in shown

@@ -13,7 +13,7 @@ from kvkeep.observe.explain import REASONS, Cause
 from kvkeep.observe.explain.summary import _in_order, advice
 
 ROOT = Path(__file__).parents[2]
-NOTHING = {"new", "last_token", "page_remainder", "computing", "not_loaded"}
+NOTHING = {"new", "last_token", "page_remainder", "computing", "not_loaded", "not_resumable"}
 WHY = {  # what evidence says of each reason, as docs/explain.md lists it
     "evicted": [{"cause": one} for one in ("pressure", "asked", "cleared", "dropped")],
     "not_admitted": [
@@ -22,7 +22,6 @@ WHY = {  # what evidence says of each reason, as docs/explain.md lists it
                     "no_room", "write_failed", "given_up")
     ],
     "tier_unavailable": [{"why": one} for one in ("breaker", "late", "error")],
-    "not_resumable": [{"why": one} for one in ("evicted", "no_room")],
     "diverged": [{"public": True}],
 }  # fmt: skip
 

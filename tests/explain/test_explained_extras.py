@@ -16,9 +16,7 @@ EMPTY = as_namespace("")
 def ask(served: Served, name: str, extra: Any) -> Any:
     sequence = served.cache.open(PROMPT, extra=extra)
     sequence.copies()
-    served.explainer.opened(
-        name, PROMPT, EMPTY, cached=sequence.num_cached, sequence=sequence.id, extra=extra
-    )
+    served.explainer.opened(name, PROMPT, EMPTY, sequence.miss, sequence=sequence.id, extra=extra)
     sequence.publish()
     sequence.close()
     served.explainer.ended(name, outcome="done", generated=0, ttft_s=0.1, seconds=0.1)
@@ -44,8 +42,9 @@ def test_what_would_be_said_of_a_prompt_takes_its_bytes() -> None:
     with Served() as served:
         ask(served, "first", CAT)
         for extra, cached in ((CAT, 63), (DOG, 9)):
-            assert served.cache.match(PROMPT[:-1], extra=extra).num_tokens == cached
-            told = served.explainer.prompt(PROMPT, EMPTY, cached, extra=extra)
+            match = served.cache.match(PROMPT[:-1], extra=extra)
+            assert match.num_tokens == cached
+            told = served.explainer.prompt(PROMPT, EMPTY, match.miss, extra=extra)
             assert sum(span.tokens for span in told.spans if span.source) == cached
             reasons = {span.reason for span in told.spans if span.reason}
             assert reasons == ({"last_token"} if extra is CAT else {"diverged", "new"} & reasons)
@@ -59,4 +58,4 @@ def test_evicted_pages_are_told_apart_by_their_bytes() -> None:
         assert again.spans[0].reason == "evicted"
         served.cache.clear()
         other = ask(served, "other", DOG)
-        assert [span.reason for span in other.spans][:2] == ["evicted", "new"]
+        assert [span.reason for span in other.spans][:2] == ["evicted", "page_remainder"]

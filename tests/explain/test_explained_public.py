@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from served import Served, evidence, tokens, told
 
-from kvkeep.core.keys import Namespace
-from kvkeep.core.public import public_namespace
-
 SYSTEM = list(range(100, 200))  # 25 pages
 SECRET = list(range(300, 320))
 
 
 def served(*rows: list[int], pages: int = 400) -> Served:
     one = Served(pages)
-    one.explainer.share(one.cache.public)
     one.cache.public.declare(*(rows or [SYSTEM]))
     return one
 
@@ -49,7 +45,7 @@ def test_private_pages_behind_it_are_the_tenants_own() -> None:
         assert evidence(late, "diverged")["nearest"] == "again"
         assert evidence(late, "diverged")["position"] == 100
         other = one.run("other", [*SYSTEM, *SECRET, 1], "b")
-        assert told(other) == [(0, 100, "pool"), (100, 121, "new")]
+        assert told(other) == [(0, 100, "pool"), (100, 120, "other_namespace"), (120, 121, "new")]
         one.run("flood", list(range(1000, 1060)), "c")
         gone = one.run("gone", [*SYSTEM, *SECRET, 1], "a")
         assert gone.computed.get("evicted", 0) >= 16
@@ -64,13 +60,6 @@ def test_an_evicted_public_part() -> None:
         assert told(found)[0] == (0, 100, "evicted")
         assert evidence(found, "evicted")["public"] is True
         assert "they are of a public prefix, and were evicted" in found.sentence
-
-
-def test_a_tenant_that_sends_nothing_else_is_not_remembered() -> None:
-    with served() as one:
-        for number in range(50):
-            one.run(f"r{number}", SYSTEM, f"tenant {number}")
-        assert set(one.explainer._mirror.ledger.spaces) == {public_namespace(Namespace())}
 
 
 def test_text_is_shown_by_tokens_alone() -> None:

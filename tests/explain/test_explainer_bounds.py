@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from served import SIZE, Served, check, evidence, tokens, told
 
-from kvkeep import InvalidValue, Namespace, PagedCache
-from kvkeep.observe.explain import Explainer, Missing, around
-from kvkeep.observe.explain import explainer as inbox_module
+from kvkeep import InvalidValue, Namespace
+from kvkeep.core.events import PrefixMiss
+from kvkeep.observe.explain import Explainer, around
+from kvkeep.observe.explain import explainer as module
+from kvkeep.observe.usage import LoadReport
+from kvkeep.store import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,21 +33,9 @@ def served() -> Iterator[Served]:
 
 
 def state(explainer: Explainer) -> Any:
-    """All that an explainer remembers, in short."""
-    explainer.recent(0)
-    mirror = explainer._mirror
-    ledger = mirror.ledger
-    return (
-        len(ledger),
-        {space: dict(one.rows) for space, one in ledger.spaces.items()},
-        ledger.page[: len(ledger)].tolist(),
-        [id(one) for one in ledger.state[: len(ledger)].tolist()],
-        ledger.prompt[: len(ledger)].tolist(),
-        ledger.stamp[: len(ledger)].tolist(),
-        list(mirror.prompts._prompts),
-        list(explainer._records),
-        explainer.computed(),
-    )
+    """What an explainer tells of all that it remembers."""
+    history = explainer.history
+    return explainer.recent(), explainer.computed(), explainer.summary(), history.tokens
 
 
 def test_a_question_changes_nothing(served: Served) -> None:
@@ -53,8 +44,8 @@ def test_a_question_changes_nothing(served: Served) -> None:
     before = state(served.explainer)
     for prompt in (A, A[:7], tokens([1], A), tokens(A[:11], [3], A[11:]), tokens([9] * 50)):
         for space in ("", "x", "nobody"):
-            cached = served.cache.match(prompt, space).num_tokens
-            found = served.explainer.prompt(prompt, Namespace(tenant=space), cached)
+            miss = served.cache.match(prompt[:-1], space).miss
+            found = served.explainer.prompt(prompt, Namespace(tenant=space), miss)
             check(found)
             assert found.id == ""
     assert state(served.explainer) == before
@@ -63,20 +54,21 @@ def test_a_question_changes_nothing(served: Served) -> None:
 def test_a_question_is_answered_as_the_request_would_be(served: Served) -> None:
     served.run("a", A)
     ours = tokens(A[:11], [3, 4], A[13:])
-    asked = served.explainer.prompt(ours.tolist(), NOWHERE, served.cache.match(ours).num_tokens)
+    miss = served.cache.match(ours[:-1]).miss
+    asked = served.explainer.prompt(ours.tolist(), NOWHERE, miss)
     assert asked.spans == served.run("b", ours).spans
-    assert told(served.explainer.prompt(A, NOWHERE, 40)) == [
+    assert told(served.explainer.prompt(A, NOWHERE, None)) == [
         (0, 39, "pool"),
         (39, 40, "last_token"),
     ]
 
 
-@pytest.mark.parametrize(("prompt", "cached"), [([], 0), ([1], -1), ([1], 2), (["x"], 0)])
-def test_what_is_no_prompt_is_refused(served: Served, prompt: Any, cached: int) -> None:
+@pytest.mark.parametrize("prompt", [[], ["x"], [-1]])
+def test_what_is_no_prompt_is_refused(served: Served, prompt: Any) -> None:
     with pytest.raises(InvalidValue):
-        served.explainer.prompt(prompt, NOWHERE, cached)
+        served.explainer.prompt(prompt, NOWHERE, None)
     with pytest.raises(InvalidValue):
-        served.explainer.opened("a", prompt, NOWHERE, cached=cached)
+        served.explainer.opened("a", prompt, NOWHERE, None)
 
 
 # --- around(): text for people -----------------------------------------------------------------
@@ -128,12 +120,12 @@ def test_hostile_names_are_shown_not_obeyed(served: Served) -> None:
 
 
 def test_every_field_of_a_namespace_can_be_the_one_that_differs(served: Served) -> None:
-    for field in fields(Namespace):
+    for at, field in enumerate(fields(Namespace)):
         if field.name == "scope":
             continue  # no prompt has one
-        served.cache.clear()
-        served.run(f"a-{field.name}", A, Namespace(**{field.name: "theirs"}))
-        found = served.run(f"b-{field.name}", A, Namespace(**{field.name: "ours"}))
+        prompt = tokens(range(100 * at, 100 * at + 40))
+        served.run(f"a-{field.name}", prompt, Namespace(**{field.name: "theirs"}))
+        found = served.run(f"b-{field.name}", prompt, Namespace(**{field.name: "ours"}))
         assert evidence(found, "other_namespace") == {"fields": {field.name: ["ours", "theirs"]}}
 
 
@@ -146,15 +138,14 @@ def test_namespaces_that_look_alike_are_not_mixed(served: Served) -> None:
     }
 
 
-def test_a_new_namespace_with_each_request_does_not_add_up() -> None:
-    with Served(8, units=200, prompt_tokens=400, requests=10) as served:
-        for at in range(400):
-            served.run(f"r{at}", [at, at + 1, at + 2], f"salt-{at}")
-        mirror = served.explainer._mirror
-        served.explainer.recent(0)
-        assert len(mirror.ledger.spaces) <= 200 // 8
-        assert mirror.prompts.tokens <= 400
-        assert served.explainer.forgotten > 300
+def test_no_tokens_of_another_namespace_are_told(served: Served) -> None:
+    """What differs from a prompt of another tenant stays his."""
+    secret = range(3000, 3030)
+    served.run("theirs", tokens([1, 2], A, secret), Namespace(tenant="theirs"))
+    found = served.run("ours", tokens([3, 4], A, secret), Namespace(tenant="ours"))
+    assert told(found) == [(0, 72, "new")]
+    found = served.run("same", tokens([1, 2], A, secret, [5]), Namespace(tenant="ours"))
+    assert evidence(found, "other_namespace") == {"fields": {"tenant": ["ours", "theirs"]}}
 
 
 # --- bounds ------------------------------------------------------------------------------------
@@ -171,53 +162,43 @@ def test_the_last_requests_are_remembered() -> None:
         assert sum(served.explainer.computed().values()) == 5
 
 
-def test_what_is_in_the_cache_is_never_forgotten() -> None:
-    with Served(64, units=9) as served:
-        served.run("a", A)
-        for at in range(50):
-            served.end(served.open(f"x{at}", tokens(range(1000 + 50 * at, 1020 + 50 * at))))
-        served.cache.clear()
-        found = served.explainer.prompt(A, NOWHERE, 0)
-        assert told(found)[0] == (0, 4, "evicted")
+def test_prompts_are_remembered_up_to_their_tokens() -> None:
+    with Served(400, prompt_tokens=400) as served:
+        for at in range(40):
+            served.run(f"r{at}", tokens(range(100 * at, 100 * at + 100)))
+            assert served.explainer.explain(f"r{at}") is not None
+            assert served.explainer.history.tokens <= 400
+        again = served.run("late", tokens([7], range(3900, 4000)))
+        assert evidence(again, "diverged")["nearest"] == "r39"
+        assert told(served.run("gone", tokens([7], range(100)))) == [
+            (0, 1, "pool"),
+            (1, 101, "new"),
+        ]
+    with Served(400, requests=2) as served:
+        for at in range(40):
+            served.run(f"r{at}", tokens(range(100 * at, 100 * at + 100)))
+        served.explainer.recent(0)
+        assert served.explainer.history.tokens == 200
 
 
 # --- what is told out of order, twice, or never ------------------------------------------------
 
 
 def test_too_much_at_once_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.observe.explain import explainer as module
-
     monkeypatch.setattr(module, "_MOST_QUEUED", 5)
-    monkeypatch.setattr(inbox_module, "_PAUSE_S", 1000.0)
-    cache = PagedCache(8, SIZE)
+    monkeypatch.setattr(module, "_PAUSE_S", 1000.0)
     explainer = Explainer(SIZE)
-    cache.subscribe(explainer.see)
     for at in range(30):
-        with cache.open(tokens(range(100 * at, 100 * at + 16))) as sequence:
-            explainer.opened(
-                f"r{at}",
-                sequence.tokens,
-                NOWHERE,
-                cached=sequence.num_cached,
-                sequence=sequence.id,
-            )
-            sequence.publish()
-    assert explainer.lost > 50
-    explainer.recent()
-    with cache.open(A[:16]) as sequence:
-        explainer.opened("b", A[:16], NOWHERE, cached=0, sequence=sequence.id)
-        sequence.publish()
-    found = explainer.explain("b")
-    assert found is not None
-    check(found)
+        explainer.opened(f"r{at}", A, NOWHERE, None)
+    assert explainer.lost == 25
+    assert [found.id for found in explainer.recent()] == [f"r{at}" for at in range(29, 24, -1)]
     assert explainer.failed == 0
-    explainer._mirror.ledger.check()
     explainer.close()
 
 
 def test_strangers_and_repeats(served: Served) -> None:
     explainer = served.explainer
-    explainer.loaded("nobody", [(0, 4, "disk")], [Missing(0, 4, "damaged")])
+    explainer.loaded("nobody", LoadReport(((0, 4, "disk"),)))
     explainer.ended("nobody", outcome="done", generated=1, ttft_s=None, seconds=1.0)
     assert explainer.explain("nobody") is None
     served.run("a", A)
@@ -231,7 +212,9 @@ def test_strangers_and_repeats(served: Served) -> None:
 def test_spans_from_a_store_that_cannot_be(served: Served) -> None:
     served.open("a", A).close()
     for start, stop in ((-5, 3), (38, 90), (50, 60), (7, 7), (9, 2)):
-        served.explainer.loaded("a", [(start, stop, "disk")], [Missing(stop, start, "damaged")])
+        served.explainer.loaded(
+            "a", LoadReport(((start, stop, "disk"),), (Miss(stop, start, "", "damaged", None, ""),))
+        )
         check(served.why("a"))
         assert served.why("a").spans[-1].reason == "new"  # the last token is computed anyway
     assert served.why("a").computed == {"new": 33, "damaged": 7}
@@ -239,10 +222,11 @@ def test_spans_from_a_store_that_cannot_be(served: Served) -> None:
 
 def test_what_is_asked_is_copied(served: Served) -> None:
     prompt = A.copy()
-    served.explainer.opened("a", prompt, NOWHERE, cached=0)
+    unseen = PrefixMiss("unseen", 0)
+    served.explainer.opened("a", prompt, NOWHERE, unseen, store=False)
     prompt[:] = 0
-    served.explainer.opened("b", A, NOWHERE, cached=0)
-    assert told(served.why("b")) == [(0, 40, "computing")]
+    served.explainer.opened("b", A, NOWHERE, unseen)
+    assert told(served.why("b")) == [(0, 40, "not_admitted")]
 
 
 # --- threads -----------------------------------------------------------------------------------
@@ -274,7 +258,7 @@ def test_many_threads_ask_and_question() -> None:
                     served.explainer.computed()
                     for found in served.explainer.recent(20):
                         check(found)
-                    served.explainer.prompt(A, NOWHERE, 0)
+                    served.explainer.prompt(A, NOWHERE, None)
             except BaseException as error:  # noqa: BLE001 - told of in the main thread
                 wrong.append(error)
 
@@ -310,8 +294,7 @@ def test_a_summary_ranks_what_costs_most() -> None:
         ]
         assert summary.causes[-1].reason == "new"
         first = summary.causes[0]
-        # 447 tokens are 111 pages and three more, which are not reusable in any of them.
-        assert (first.tokens, first.requests) == (7 * 397, 7)
+        assert (first.tokens, first.requests) == (7 * 400, 7)
         assert first.share == first.tokens / sum(summary.computed.values())
         assert sum(one.share for one in summary.causes) == pytest.approx(1)
         assert sum(one.tokens for one in summary.causes) == sum(summary.computed.values())
@@ -327,15 +310,15 @@ def test_a_summary_ranks_what_costs_most() -> None:
 def test_totals_count_what_has_ended_and_never_fall(served: Served) -> None:
     sequence = served.open("a", A)
     assert served.explainer.computed() == {}
-    served.explainer.loaded("a", [(0, 16, "disk")], [])
+    served.explainer.loaded("a", LoadReport(((0, 16, "disk"),)))
     served.end(sequence)
     served.explainer.computed().clear()
     assert served.explainer.computed() == {"new": 24}
-    served.run("b", A, "b")
+    served.run("b", tokens(range(500, 540)), "b")
     assert served.explainer.computed() == {"new": 64}
 
 
-@pytest.mark.parametrize("bound", ["page_size", "requests", "prompt_tokens", "units"])
+@pytest.mark.parametrize("bound", ["page_size", "requests", "prompt_tokens"])
 def test_bounds_that_are_none(bound: str) -> None:
     options: dict[str, Any] = {"page_size": 16, bound: 0}
     with pytest.raises(InvalidValue, match=bound):

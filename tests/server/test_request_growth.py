@@ -39,7 +39,6 @@ def _small_bounds(monkeypatch):
         return
     for where, most in (
         ("kvkeep.observe.usage.history._MOST_TIMES", 100),
-        ("kvkeep.observe.explain.ledger._SLACK", 100),
         ("kvkeep.core.cache.sessions._MOST_SESSIONS", 100),
     ):
         monkeypatch.setattr(where, most)
@@ -59,9 +58,7 @@ class Served:
         assert explainer is not None
         self.explainer = explainer
         if not LONG:
-            explainer._most_requests = 50
-            explainer._mirror.ledger.units = 400
-            explainer._mirror.prompts.most_tokens = 4_000
+            explainer.requests, explainer.history.most_tokens = 50, 4_000
         self._rng = np.random.default_rng(0)
         self._number = 0
 
@@ -78,7 +75,7 @@ class Served:
             emit = self.notifier.emit
             emit(RequestBegun(request))
             sequence = self.cache.open(tokens, space, session=session)
-            emit(RequestAdmitted(request, sequence.id, sequence.num_cached))
+            emit(RequestAdmitted(request, sequence.id, sequence.num_cached, miss=sequence.miss))
             sequence.copies()
             sequence.publish()
             sequence.close()
@@ -105,7 +102,7 @@ def test_requests_that_have_nothing_in_common_take_no_more_memory(salts):
         half = served.settle()
         served.serve(REQUESTS // 2, salts=salts)
         whole = served.settle()
-        assert served.explainer.forgotten > REQUESTS // 4
+        assert served.explainer.history.tokens <= served.explainer.history.most_tokens
         assert whole - half < SLACK, f"{whole - half:,} blocks more than at {REQUESTS // 2:,}"
     finally:
         served.watching.close()

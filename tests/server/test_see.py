@@ -71,22 +71,22 @@ def test_a_time_in_the_system_prompt(server):
     assert cause["requests"] == 2
     assert not cause["cache_salt"]
     assert summary["causes"][0] == cause
+    assert "12:00:0" in cause["text"]["given_text"]
+    assert cause["tokens_per_hour"] > cause["tokens"]
 
 
-def test_evicted_by_whom_and_by_what_policy(start_server):
+def test_evicted_when_and_by_what_policy(start_server):
     with start_server(num_pages=8) as server:
         first, other = tokens_of(1, 81), tokens_of(2, 81)
         ask(server, first)
-        pusher = ask(server, other)
+        ask(server, other)
         told = explained(server, ask(server, first))
         evidence = only(told, "evicted")["evidence"]
-        assert evidence["by"] == pusher["id"]
         assert (evidence["cause"], evidence["policy"]) == ("pressure", "lru")
-        assert evidence["needed_pages"] >= 3
         assert evidence["tier"] == "pool"
         assert 0 <= evidence["ago_s"] <= told["at"] - evidence["at"] + 1e-6
         assert told["computed"]["evicted"] >= 3 * 16 - 1
-        assert pusher["id"] in told["sentence"]
+        assert "when memory was short" in told["sentence"]
 
 
 @pytest.mark.parametrize("cause", ["cleared", "asked"])
@@ -100,7 +100,6 @@ def test_evicted_by_request(server, cause):
     told = explained(server, ask(server, prompt))
     assert told["computed"]["evicted"] >= 64
     assert only(told, "evicted")["evidence"]["cause"] == cause
-    assert only(told, "evicted")["evidence"]["by"] is None
 
 
 def test_another_salt(server):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from see_help import COMPLETIONS, ask, tokens_of
 
+from kvkeep.core.events import PrefixMiss
 from kvkeep.core.keys import Namespace
-from kvkeep.observe.explain import Explainer, missing
-from kvkeep.observe.usage import PromptComputed, RequestAdmitted, RequestBegun
+from kvkeep.observe.explain import Explainer
+from kvkeep.observe.usage import LoadReport, PromptComputed, RequestAdmitted, RequestBegun
 from kvkeep.store import Miss
 
 # What a store says, and the reason and evidence that it is.
@@ -23,6 +24,7 @@ SAID = [
     ("dropped", "write failed: on fire", "not_admitted", {"why": "write_failed"}),
     ("dropped", "breaker", "not_admitted", {"why": "breaker"}),
     ("refused", "admission", "not_admitted", {"why": "admission"}),
+    ("refused", "unread", "not_admitted", {"why": "unread"}),
     ("refused", "version: 9", "not_admitted", {"why": "unknown"}),
     ("damaged", "checksum", "damaged", {}),
     ("unavailable", "breaker", "tier_unavailable", {"why": "breaker", "waited_s": 0.5}),
@@ -33,22 +35,27 @@ SAID = [
 
 @pytest.mark.parametrize(("what", "detail", "reason", "evidence"), SAID)
 def test_every_fate_of_a_block_has_its_reason(what, detail, reason, evidence):
-    fate = Miss(4, 8, "disk", what, 1e9 if what in {"evicted", "removed"} else None, detail)
-    (told,) = missing([fate], waited_s=0.5)
-    assert (told.start, told.stop, told.reason) == (4, 8, reason)
-    assert {**told.evidence, "tier": "disk", **evidence} == told.evidence
-    if reason == "evicted":
-        assert told.evidence["at"] == 1e9
-        assert told.evidence["ago_s"] > 0
+    miss = Miss(4, 8, "disk", what, 1e9 if what in {"evicted", "removed"} else None, detail)
     explainer = Explainer(4)
-    explained = explainer.prompt(list(range(12)), Namespace(), 0, missing=[told])
+    report = LoadReport((), (miss,), 0.5)
+    explained = explainer.prompt(list(range(12)), Namespace(), PrefixMiss("unseen", 0), report)
     explainer.close()
     assert explained.computed == {"new": 8, reason: 4}
     assert explained.sentence
+    (span,) = [span for span in explained.spans if span.reason == reason]
+    assert (span.start, span.stop) == (4, 8)
+    assert {**span.evidence, "tier": "disk", **evidence} == span.evidence
+    if reason == "evicted":
+        assert span.evidence["at"] == 1e9
+        assert span.evidence["ago_s"] > 0
 
 
-def test_what_a_store_never_heard_of_is_for_the_explainer_to_say():
-    assert missing([Miss(0, 8, "", "never", None, "")]) == []
+def test_what_a_store_never_heard_of_is_for_the_pool_to_say():
+    explainer = Explainer(4)
+    never = LoadReport((), (Miss(0, 8, "", "never", None, ""),))
+    told = explainer.prompt(list(range(12)), Namespace(), PrefixMiss("unseen", 0), never)
+    explainer.close()
+    assert told.computed == {"new": 12}
 
 
 class Broken:

@@ -171,6 +171,9 @@ def test_an_explanation_opens_and_names_the_reason(server, opened):
         assert page.evaluate("document.activeElement.classList.contains('request')")
         see(page, "#causes")
         page.locator(".causes > li").first.wait_for()
+        breaks = page.locator("#causes-change-list .samples").first
+        assert "17:45" in breaks.locator(".code").first.inner_text()
+        assert " an hour" in page.locator("#causes-change-list .quiet").first.inner_text()
         page.locator("#causes-change-list").get_by_role("button").first.click()
         dialog.locator(".spans").wait_for()
 

@@ -28,13 +28,13 @@ def test_tokens_are_counted_where_they_were():
     reuse.loaded("a", sources=[(30, 50, "memory"), (50, 60, "file")], seconds=0.1, late=False)
     admit(reuse, "b", 100, 0)
     reuse.loaded("b", sources=[(0, 5, "file")], seconds=0.1, late=True)
-    seen = table.reuse()
+    seen = table.moment().reuse
     assert seen.hit_tokens == {"pool": 30, "memory": 20, "file": 15}
     assert seen.saved_tokens == 65
 
 
 def saved_s(table: UsageTable) -> float:
-    return sum(table.reuse().saved_seconds_by_tier.values())
+    return sum(table.moment().reuse.saved_seconds.values())
 
 
 def test_a_saved_token_is_worth_what_a_computed_one_took_when_it_was_saved():
@@ -48,7 +48,7 @@ def test_a_saved_token_is_worth_what_a_computed_one_took_when_it_was_saved():
     assert saved_s(table) == pytest.approx(140 * 0.01)
     reuse.computed("c", tokens=60, seconds=3.0)  # now it is 0.03 on average; what was, was
     assert saved_s(table) == pytest.approx(140 * 0.01)
-    assert table.reuse().computed_tokens == 120
+    assert table.moment().reuse.computed_tokens == 120
 
 
 def test_requests_that_ended_are_forgotten_and_strangers_do_no_harm():
@@ -60,7 +60,7 @@ def test_requests_that_ended_are_forgotten_and_strangers_do_no_harm():
     assert not table._running
     reuse.loaded("nobody", sources=[(0, 1, "file")], seconds=0, late=False)
     end(reuse, "nobody")
-    assert table.reuse().hit_tokens == {"pool": 5000, "file": 1}
+    assert table.moment().reuse.hit_tokens == {"pool": 5000, "file": 1}
 
 
 def test_names_of_tiers_are_bounded():
@@ -68,7 +68,7 @@ def test_names_of_tiers_are_bounded():
     reuse = Requests(table.see)
     for number in range(1000):
         reuse.loaded("a", sources=[(0, 1, f"tier {number}")], seconds=0, late=False)
-    hits = table.reuse().hit_tokens
+    hits = table.moment().reuse.hit_tokens
     assert len(hits) < 40
     assert sum(hits.values()) == 1000
 
@@ -88,6 +88,6 @@ def test_many_threads_lose_no_token():
         thread.start()
     for thread in threads:
         thread.join()
-    seen = table.reuse()
+    seen = table.moment().reuse
     assert (seen.saved_tokens, seen.computed_tokens) == (8000, 12_000)
     assert saved_s(table) == pytest.approx(8.0, rel=0.01)

@@ -45,12 +45,12 @@ def test_history_has_every_five_seconds_and_no_more_than_ten_minutes(clock):
     Requests(figures.see).loaded(
         "late", sources=[(0, 8, "file")], seconds=1.0, late=False
     )  # what comes later belongs to the request's own time
-    told = figures.history()
+    told = figures.moment().history
     assert told == [(1_000_000_000, 100, 40), (1_000_000_005, 0, 0), (1_000_000_010, 10, 8),
                     (1_000_000_015, 0, 0)]  # fmt: skip
     clock.now += 10_000
     opened(figures, 7, 7)
-    told = figures.history()
+    told = figures.moment().history
     assert len(told) == 120
     assert told[-1] == (1_000_010_015, 7, 7)
     assert sum(tokens for _, tokens, _ in told) == 7
@@ -62,24 +62,24 @@ def test_a_clock_that_is_set_back_loses_nothing(clock):
     opened(figures, 100, 40)
     clock.now -= 3600
     opened(figures, 50, 10)
-    assert figures.history() == [(1_000_000_000, 150, 50)]
+    assert figures.moment().history == [(1_000_000_000, 150, 50)]
 
 
 def test_times_to_first_tokens_cold_and_warm_of_five_minutes(clock):
     figures = UsageTable(clock=clock)
-    assert [one.count for one in figures.times()] == [0, 0]
-    assert figures.times()[0].p50_s is None
+    assert [one.count for one in figures.moment()[1:3]] == [0, 0]
+    assert figures.moment()[1:3][0].p50_s is None
     figures.note_first_token(99.0, prompt_tokens=100, reused_tokens=0)
     clock.now += 301
     for number in range(1, 102):
         figures.note_first_token(number / 100, prompt_tokens=100, reused_tokens=49)
         figures.note_first_token(number / 1000, prompt_tokens=100, reused_tokens=50)
-    cold, warm = figures.times()
+    cold, warm = figures.moment()[1:3]
     assert (cold.count, cold.p50_s, cold.p95_s) == (101, 0.51, 0.96)
     assert (warm.count, warm.p50_s, warm.p95_s) == (101, 0.051, 0.096)
     for _ in range(5000):
         figures.note_first_token(1.0, prompt_tokens=1, reused_tokens=1)
-    assert sum(one.count for one in figures.times()) == 2000  # memory is bounded
+    assert sum(one.count for one in figures.moment()[1:3]) == 2000  # memory is bounded
 
 
 def stored(cache):

@@ -21,6 +21,7 @@ __all__ = ["explanation", "summary"]
 _WIDEST: Final = 120  # columns; a longer bar shows no more
 _SHOWN_CAUSES: Final = 12
 _SHOWN_IDS: Final = 16
+_NAMES: Final = ("this prompt", "cached")
 _WORDS: Final = {
     "diverged": "differs",
     "not_admitted": "not stored",
@@ -60,6 +61,10 @@ def summary(said: Object, width: int) -> list[Text]:
         lines += hanging(line, cause_words(cause) + (f" [{example}]" if example else ""), width)
         if advice := text(cause, "advice"):
             lines += hanging(Text(" " * indent), advice, width, "dim")
+        if both := _both(below(cause, "text"), width):
+            hourly = amount(whole(cause, "tokens_per_hour"))
+            lines.append(Text(f"{'':{indent}}costs {hourly} tokens an hour, by this text:", "dim"))
+            lines += both
     if rest := causes[_SHOWN_CAUSES:]:
         share = percent(sum(number(cause, "share") or 0.0 for cause in rest), 1.0)
         tokens = amount(sum(whole(cause, "tokens") for cause in rest))
@@ -150,22 +155,13 @@ def _span(span: Object, digits: int, width: int) -> list[Text]:
 
 def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]:
     """Draw both texts around the first different token, one below the other, with a mark."""
-    shown = below(said, "text")
-    names = ("this prompt", "cached")
-    room = width - 14
-    if shown:
-        both = []
-        for name, which in zip(names, ("given", "cached"), strict=True):
-            raw, at = shown.get(f"{which}_text"), whole(shown, f"at_{which}")
-            both.append(_marked(name, raw if isinstance(raw, str) else "", at, room))
-        (given, mark), (cached, other) = both
-        marks = [mark] if mark.plain != other.plain else []  # one mark is enough at the same column
-        return [Text("the first difference", "bold"), given, *marks, cached, other]
+    if both := _both(below(said, "text"), width):
+        return [Text("the first difference", "bold"), *both]
     for span in spans:
         of = below(span, "evidence")
         if text(span, "reason") == "diverged" and isinstance(of.get("given"), list):
             lines = [Text(f"token ids around {whole(of, 'position'):,}", "bold")]
-            for name, which in zip(names, ("given", "cached"), strict=True):
+            for name, which in zip(_NAMES, ("given", "cached"), strict=True):
                 ids = of.get(which)
                 listed = (
                     [str(one) for one in ids if type(one) is int] if isinstance(ids, list) else []
@@ -173,6 +169,19 @@ def _difference(said: Object, spans: Sequence[Object], width: int) -> list[Text]
                 lines.append(Text(f"{name:>12}  {' '.join(listed[:_SHOWN_IDS])}"))
             return lines
     return []
+
+
+def _both(shown: Object, width: int) -> list[Text]:
+    """Draw both texts of a difference, each marked; none if there are none."""
+    if not shown:
+        return []
+    both = []
+    for name, which in zip(_NAMES, ("given", "cached"), strict=True):
+        raw, at = shown.get(f"{which}_text"), whole(shown, f"at_{which}")
+        both.append(_marked(name, raw if isinstance(raw, str) else "", at, width - 14))
+    (given, mark), (cached, other) = both
+    marks = [mark] if mark.plain != other.plain else []  # one mark is enough at the same column
+    return [given, *marks, cached, other]
 
 
 def _marked(name: str, raw: str, at: int, room: int) -> tuple[Text, Text]:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from kvkeep.observe.explain.answer import (
-    REASONS,
-    Cause,
-    ExplainSummary,
-    Explanation,
-    Missing,
-    Span,
-    around,
-)
-from kvkeep.observe.explain.explainer import Explainer, missing
+from kvkeep.observe.explain.explainer import Explainer
 from kvkeep.observe.explain.sentences import why_of
+from kvkeep.observe.explain.spans import REASONS, Explanation, Span, around
+from kvkeep.observe.explain.summary import Cause, ExplainSummary
 
 __all__ = [
     "REASONS",
@@ -20,9 +13,7 @@ __all__ = [
     "ExplainSummary",
     "Explainer",
     "Explanation",
-    "Missing",
     "Span",
     "around",
-    "missing",
     "why_of",
 ]

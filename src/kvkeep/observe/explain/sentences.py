@@ -9,7 +9,7 @@ from kvkeep.observe.telemetry.labels import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from kvkeep.observe.explain.answer import Span
+    from kvkeep.observe.explain.spans import Span
 
 __all__ = ["cause_sentence", "sentence_of", "shown", "why_of"]
 
@@ -135,7 +135,7 @@ def _because(reason: str, evidence: Mapping[str, Any]) -> str:
             return _WHY_NOT.get(evidence.get("why", ""), "they were seen before and never kept")
         case "other_namespace":
             names = [_FIELDS.get(name, name) for name in evidence.get("fields", {})]
-            return f"they are cached in another namespace, whose {_listed(names)} differs"
+            return f"they were cached in another namespace, whose {_listed(names)} differs"
         case "page_remainder":
             size = evidence.get("page_size")
             return f"they are part of a page of {size} tokens that is not there as a whole"
@@ -162,7 +162,6 @@ def _request(identity: str) -> str:
 
 def _evicted(evidence: Mapping[str, Any]) -> str:
     ago, tier = evidence.get("ago_s"), evidence.get("tier")
-    by, needed = evidence.get("by"), evidence.get("needed_pages")
     text = "they are of a public prefix, and were" if evidence.get("public") else "they were"
     text += " evicted"
     if tier not in {None, "", "pool"}:
@@ -170,8 +169,6 @@ def _evicted(evidence: Mapping[str, Any]) -> str:
     if ago is not None:
         text += f" {duration(ago)} ago"
     cause = _CAUSES.get(evidence.get("cause", ""))
-    if by is not None and needed is not None:
-        return f"{text}, when {_request(by)} needed {needed:,} page{'s' * (needed != 1)}"
     return text if cause is None else f"{text}, {cause}"
 
 
@@ -201,18 +198,9 @@ def _unresumed(evidence: Mapping[str, Any]) -> str:
         return f"{text}the nearest is before token {nearest:,}" if nearest else f"{text}no other is"
     text += "no state is stored there; "
     text += f"the nearest is at {nearest:,}" if nearest else "nor is there any before"
-    match evidence.get("why"):
-        case "evicted":
-            ago, cause = evidence.get("ago_s"), _CAUSES.get(evidence.get("cause") or "")
-            text += f"; the one at {evidence.get('checkpoint'):,} was evicted"
-            text += "" if ago is None else f" {duration(ago)} ago"
-            return text if cause is None else f"{text}, {cause}"
-        case "grid":
-            return f"{text}; states are kept at multiples of {evidence.get('grid'):,} tokens"
-        case "no_room":
-            return f"{text}; there was no room beside the one at {evidence.get('checkpoint'):,}"
-        case _:
-            return text
+    if evidence.get("why") == "grid":
+        text += f"; states are kept at multiples of {evidence.get('grid'):,} tokens"
+    return text
 
 
 def duration(seconds: float) -> str:
@@ -245,7 +233,8 @@ def _of_prompts(reason: str, evidence: Mapping[str, Any]) -> str:
         case "diverged":
             many = evidence["differs"]
             how = f"a difference of {many:,} token{'s' * (many != 1)}" if many else "something less"
-            return f"differ at token {evidence['position']:,} ({how})"
+            at = evidence["position"]
+            return f"differ at {'several positions' if at is None else f'token {at:,}'} ({how})"
         case "evicted":
             tier = evidence.get("tier")
             place = "the pool" if tier in {None, "", "pool"} else f"tier {shown(tier)}"

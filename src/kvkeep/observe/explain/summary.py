@@ -1,131 +1,94 @@
-"""`ExplainedRequest`, and causes shared by the last requests, in the order to look at them."""
+"""Causes shared by the last requests, in the order to look at them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvkeep.observe.explain.answer import (
-    REASONS,
-    Cause,
-    ExplainSummary,
-    Explanation,
-    Missing,
-    Span,
-    covering,
-    of_public,
-    painted,
-    with_last_token,
-)
-from kvkeep.observe.explain.reasons import evicted
-from kvkeep.observe.explain.sentences import cause_sentence, sentence_of
+from kvkeep.observe.explain.sentences import cause_sentence
+from kvkeep.observe.explain.spans import BEFORE, REASONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from kvkeep.core.keys import Namespace
-    from kvkeep.observe.explain.ledger import Requester
+    from kvkeep.observe.explain.history import Record
+    from kvkeep.observe.explain.spans import Span
 
-__all__ = ["ExplainedRequest", "add_up", "advice", "summarise"]
-
-# Reasons that a store's report replaces: the store is looked up after the pool.
-_STORE_KNOWS = frozenset({"new", "diverged", "evicted", "not_admitted"})
+__all__ = ["Cause", "ExplainSummary", "advice", "summarise"]
 
 
-@dataclass(slots=True, eq=False)
-class ExplainedRequest:
-    """One request: ``judged`` are the spans of its prompt when it was opened.
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Computed tokens of several requests with equal reason, tenant and place of divergence.
 
-    The first ``public`` tokens of the prompt are a public prefix.
+    ``share`` is of all computed tokens; ``example`` the id of the request with most of them.
+    ``tenants`` is their number: a cause that more than three have is one cause, with ``tenant``
+    None. ``advice`` is what an operator can do against it; None: nothing.
+
+    Prompts that "diverged" do so at the same place if the tokens before it are the same, or those
+    that one of two prompts has and the other has not. ``position`` is None if such prompts differ
+    at several positions. ``difference`` is the evidence of the example, for `around`: the text that
+    breaks the prefix. ``tokens_per_hour`` is what a cause costs, since the first of the requests.
     """
 
-    requester: Requester
-    at: float
-    namespace: Namespace
-    kind: str
-    session: str | None
+    reason: str
     tokens: int
-    judged: list[Span]
-    public: int = 0
-    spans: tuple[Span, ...] = ()
-    generated: int | None = None
-    ttft_s: float | None = None
-    seconds: float | None = None
-
-    def settle(self, sources: Sequence[tuple[int, int, str]], missing: Sequence[Missing]) -> None:
-        """Set the spans from ``judged``, tokens loaded from a store, and its reasons for others."""
-        spans = self.judged
-        for one in missing:
-            evidence = self._evidence(one)
-            spans = painted(
-                spans, Span(one.start, one.stop, None, one.reason, evidence), _STORE_KNOWS
-            )
-        for start, stop, tier in sources:
-            # The last token is always computed.
-            given = Span(start, min(stop, self.tokens - 1), tier, None)
-            spans = painted(spans, given, {span.reason for span in spans} - {None})
-        spans = with_last_token(spans, self.tokens)
-        self.spans = covering(of_public(spans, self.public), self.tokens)
-
-    def _evidence(self, one: Missing) -> dict[str, Any]:
-        """Return the store's evidence, complete with the fields of its reason."""
-        said = dict(one.evidence)
-        tier = said.get("tier")
-        if one.reason == "evicted":
-            whole = evicted(said.get("at"), self.at, tier=tier or "", policy=None, cause="pressure")
-            return whole | {"evictions": 1} | said
-        if one.reason == "not_admitted":
-            return {"why": "unknown", "tier": None} | said
-        if one.reason == "not_loaded":
-            return {"tier": None, "why": "expected", "load_s": None, "compute_s": None} | said
-        if one.reason == "tier_unavailable":
-            return {"tier": None, "why": "error", "waited_s": None} | said
-        return {"tier": None} | said
-
-    def explanation(self) -> Explanation:
-        """Return the explanation, as far as known now."""
-        requester = self.requester
-        return Explanation(
-            id=requester.id,
-            at=self.at,
-            namespace=self.namespace,
-            kind=self.kind,
-            session=self.session,
-            prompt_tokens=self.tokens,
-            spans=self.spans,
-            generated_tokens=self.generated,
-            ttft_s=self.ttft_s,
-            seconds=self.seconds,
-            outcome=None if requester.running else requester.outcome,
-            sentence=sentence_of(self.spans, self.tokens),
-        )
+    share: float
+    requests: int
+    tenant: str | None
+    position: int | None
+    example: str
+    sentence: str
+    tenants: int = 1
+    advice: str | None = None
+    tokens_per_hour: float = 0.0
+    difference: Mapping[str, Any] | None = None
 
 
-_EVICTED: Final = {
-    "pressure": "Give the pool more memory, or the store another tier, or pin the prefix.",
-    "asked": "Somebody had it evicted: pin prefixes that are to stay.",
-    "cleared": "The cache was cleared; it fills again by itself.",
-    "dropped": "Its request gave it up; it is kept once a request computes it to its end.",
-}
-_NOT_ADMITTED: Final = {
-    "reuse_off": "Start the server without --no-reuse.",
-    "store_false": "Requests had store: false; leave that out where prompts come again.",
-    "answer": "Store answers as well, if later prompts contain them.",
-    "admission": "The tier takes blocks used more often; --tiering inclusive writes all at once.",
-    "lossy": "The tier takes exact KV only: use one kind of codec in all tiers.",
-    "queue_full": "Writes were dropped: use a faster tier, or give memory more bytes.",
-    "no_room": "Give the tier more room (size=).",
-    "write_failed": "Look at the tier's errors: writes failed.",
-    "given_up": "Requests ended before they published it; give clients more time.",
-}
-_UNAVAILABLE: Final = {
-    "breaker": "Look at the tier: it failed, and is left alone until it answers again.",
-    "late": "Use a faster tier, or give loads more time (--load-timeout).",
-    "error": "Look at the tier's errors: reads failed.",
-}
-_NOT_RESUMABLE: Final = {
-    "evicted": "Give the pool more memory, or pin the prefix: the state was evicted.",
-    "no_room": "Give the pool more memory: there was no room for the state.",
+@dataclass(frozen=True, slots=True)
+class ExplainSummary:
+    """Tokens that the last ``requests`` reused and computed, and the causes of computed ones.
+
+    Causes with advice come first, those of most tokens at the front; then those without, by
+    reason, and tokens that were never seen before last.
+    """
+
+    requests: int
+    prompt_tokens: int
+    reused: dict[str, int]
+    computed: dict[str, int]
+    causes: tuple[Cause, ...]
+
+
+# By reason, and by what its evidence says: "why", or the cause of an eviction. "" is for all other.
+_ADVICE: Final[Mapping[str, Mapping[str, str]]] = {
+    "diverged": {
+        "": "Move what changes (a time, names, ids, the order of tools) behind what stays."
+    },
+    "evicted": {
+        "": "Give the pool more memory, or the store another tier, or pin the prefix.",
+        "asked": "Somebody had it evicted: pin prefixes that are to stay.",
+        "cleared": "The cache was cleared; it fills again by itself.",
+        "dropped": "Its request gave it up; it is kept once a request computes it to its end.",
+    },
+    "not_admitted": {
+        "reuse_off": "Start the server without --no-reuse.",
+        "store_false": "Requests had store: false; leave that out where prompts come again.",
+        "answer": "Store answers as well, if later prompts contain them.",
+        "admission": "The tier takes blocks used more often; --tiering inclusive takes all.",
+        "lossy": "The tier takes exact KV only: use one kind of codec in all tiers.",
+        "queue_full": "Writes were dropped: use a faster tier, or give memory more bytes.",
+        "no_room": "Give the tier more room (size=).",
+        "write_failed": "Look at the tier's errors: writes failed.",
+        "given_up": "Requests ended before they published it; give clients more time.",
+    },
+    "other_namespace": {"": "Use one cache_salt for users who may share."},
+    "tier_unavailable": {
+        "": "Look at the tier's errors: reads failed.",
+        "breaker": "Look at the tier: it failed, and is left alone until it answers again.",
+        "late": "Use a faster tier, or give loads more time (--load-timeout).",
+    },
+    "damaged": {"": "Look at the disk if it happens again: records failed their checksum."},
 }
 
 
@@ -134,27 +97,43 @@ def advice(reason: str, evidence: Mapping[str, Any]) -> str | None:
 
     ``reason`` is one of `REASONS`; ``evidence`` is that of a span with it.
     """
-    why = evidence.get("why") or ""
-    match reason:
-        case "diverged":
-            return "Move what changes (a time, names, ids, the order of tools) behind what stays."
-        case "evicted":
-            return _EVICTED.get(evidence.get("cause") or "", _EVICTED["pressure"])
-        case "not_admitted":
-            return _NOT_ADMITTED.get(why)
-        case "other_namespace":
-            return "Use one cache_salt for users who may share."
-        case "not_resumable":
-            return _NOT_RESUMABLE.get(why)
-        case "tier_unavailable":
-            return _UNAVAILABLE.get(why, _UNAVAILABLE["error"])
-        case "damaged":
-            return "Look at the disk if it happens again: records failed their checksum."
-        case _:
-            return None
+    texts = _ADVICE.get(reason, {})
+    return texts.get(evidence.get("why") or evidence.get("cause") or "", texts.get(""))
 
 
 _MOST_TENANTS: Final = 3  # that each have a cause of their own
+
+
+class _Places:
+    """Numbers the places where prompts diverge; equal ones have the same number.
+
+    The tokens before a place are compared, and those from it on: `_CONTEXT` of each. Values that
+    change may begin in the same way, so a place may lie `_SHIFT` tokens behind another.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def number(self, evidence: Mapping[str, Any]) -> int:
+        """Return the number of the place of a difference."""
+        given, cached = evidence["given"], evidence["cached"]
+        at = min(BEFORE, evidence["position"])
+        before = (*(BEFORE - at) * [-1], *given[:at])
+        last = BEFORE - _CONTEXT
+        ends = [before[start : start + _CONTEXT] for start in range(last - _SHIFT, last + 1)]
+        texts = [("text", tuple(side[at : at + BEFORE])) for side in (given, cached)]
+        # What is earlier has as its end what is shifted here, and the other way round.
+        known = [("end", end) for end in ends] + [("shifted", ends[-1]), *texts]
+        number = next((self._numbers[key] for key in known if key in self._numbers), None)
+        if number is None:
+            number = len(self._numbers)
+        for key in (("end", ends[-1]), *(("shifted", end) for end in ends), *texts):
+            self._numbers.setdefault(key, number)
+        return number
+
+
+_CONTEXT: Final = 6
+_SHIFT: Final = BEFORE - _CONTEXT
 
 
 class _What(NamedTuple):
@@ -162,13 +141,8 @@ class _What(NamedTuple):
 
     reason: str
     detail: str
-    position: int | None
+    place: int | None
     public: bool
-
-    @classmethod
-    def of(cls, reason: str, evidence: Mapping[str, Any]) -> _What:
-        detail = evidence.get("why") or evidence.get("cause") or ""
-        return cls(reason, str(detail), evidence.get("position"), "public" in evidence)
 
 
 @dataclass(slots=True)
@@ -179,46 +153,63 @@ class _Group:
     requests: int = 0
     most: int = 0
     example: str = ""
-    evidence: Mapping[str, Any] | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    positions: set[int] = field(default_factory=set)
     tenants: int = 1
 
-    def add(self, record: ExplainedRequest, tokens: int, evidence: Mapping[str, Any]) -> None:
+    def add(self, record: Record, tokens: int, evidence: Mapping[str, Any]) -> None:
         self.tokens += tokens
         self.requests += 1
+        if "position" in evidence:
+            self.positions.add(evidence["position"])
         if tokens > self.most:
-            self.most, self.example, self.evidence = tokens, record.requester.id, evidence
+            self.most, self.example, self.evidence = tokens, record.id, evidence
 
     def merge(self, other: _Group) -> None:
         self.tokens += other.tokens
         self.requests += other.requests
         self.tenants += other.tenants
+        self.positions |= other.positions
         if other.most > self.most:
             self.most, self.example, self.evidence = other.most, other.example, other.evidence
 
-
-def add_up(spans: Iterable[Span], reused: dict[str, int], computed: dict[str, int]) -> None:
-    """Add the tokens of ``spans`` to both counts."""
-    for span in spans:
-        if span.source is not None:
-            reused[span.source] = reused.get(span.source, 0) + span.tokens
-        elif span.reason is not None:
-            computed[span.reason] = computed.get(span.reason, 0) + span.tokens
+    @property
+    def position(self) -> int | None:
+        """Where the example differs; None if others do so elsewhere."""
+        if not self.positions or max(self.positions) - min(self.positions) > _SHIFT:
+            return None
+        return int(self.evidence["position"])
 
 
-def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
-    """Sum up these requests. Cost: one pass over their spans."""
+_LEAST_S: Final = 60.0
+
+
+def summarise(records: Iterable[Record], now: float) -> ExplainSummary:
+    """Sum up these requests at time ``now``. Cost: one pass over their spans."""
     groups: dict[_What, dict[str | None, _Group]] = {}
     reused: dict[str, int] = {}
     computed: dict[str, int] = {}
     requests = prompt_tokens = 0
+    places, oldest = _Places(), now
     for record in records:
         requests += 1
         prompt_tokens += record.tokens
-        add_up(record.spans, reused, computed)
+        oldest = min(oldest, record.at)
+        place: int | None = None
         of_one: dict[_What, list[Span]] = {}
         for span in record.spans:
-            if span.reason is not None:
-                of_one.setdefault(_What.of(span.reason, span.evidence), []).append(span)
+            if span.source is not None:
+                reused[span.source] = reused.get(span.source, 0) + span.tokens
+            elif span.reason is not None:
+                computed[span.reason] = computed.get(span.reason, 0) + span.tokens
+                diverged = span.reason == "diverged"
+                if diverged and place is None:
+                    place = places.number(span.evidence)
+                detail = span.evidence.get("why") or span.evidence.get("cause") or ""
+                what = _What(
+                    span.reason, detail, place if diverged else None, "public" in span.evidence
+                )
+                of_one.setdefault(what, []).append(span)
         for what, spans in of_one.items():
             longest = max(spans, key=lambda span: span.tokens)
             total = sum(span.tokens for span in spans)
@@ -227,8 +218,9 @@ def summarise(records: Iterable[ExplainedRequest]) -> ExplainSummary:
                 record, total, longest.evidence
             )
     total = sum(computed.values())
+    hours = max(now - oldest, _LEAST_S) / 3600
     causes = [
-        _cause(what.reason, what.position, tenant, group, total)
+        _cause(what.reason, tenant, group, total, hours)
         for what, tenants in groups.items()
         for tenant, group in _merged(tenants).items()
     ]
@@ -265,11 +257,11 @@ def _merged(tenants: dict[str | None, _Group]) -> dict[str | None, _Group]:
     return {None: whole}
 
 
-def _cause(
-    reason: str, position: int | None, tenant: str | None, group: _Group, total: int
-) -> Cause:
-    share = group.tokens / total
-    evidence = group.evidence or {}
+def _cause(reason: str, tenant: str | None, group: _Group, total: int, hours: float) -> Cause:
+    share, evidence, position = group.tokens / total, group.evidence, group.position
+    said = cause_sentence(
+        reason, share, tenant, {**evidence, "position": position}, tenants=group.tenants
+    )
     return Cause(
         reason=reason,
         tokens=group.tokens,
@@ -278,7 +270,9 @@ def _cause(
         tenant=tenant,
         position=position,
         example=group.example,
-        sentence=cause_sentence(reason, share, tenant, evidence, tenants=group.tenants),
+        sentence=said,
         tenants=group.tenants,
         advice=advice(reason, evidence),
+        tokens_per_hour=group.tokens / hours,
+        difference=evidence if reason == "diverged" else None,
     )

@@ -84,17 +84,11 @@ WARM = 0.5
 
 @dataclass(slots=True)
 class ReuseCounts:
-    """Requests, their prompt tokens, and how many of these were reused."""
+    """Prompt tokens of the requests of five seconds, and how many of these were reused."""
 
-    requests: int = 0
+    number: int  # of such steps since 1970
     prompt_tokens: int = 0
     reused_tokens: int = 0
-
-    def add(self, prompt_tokens: int, reused_tokens: int) -> None:
-        """Count one request more."""
-        self.requests += 1
-        self.prompt_tokens += prompt_tokens
-        self.reused_tokens += reused_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +109,6 @@ class FirstTokenTimes:
         return cls(len(seconds), seconds[round(last * 0.5)], seconds[round(last * 0.95)])
 
 
-@dataclass(slots=True)
-class _Bucket(ReuseCounts):
-    """The requests admitted within five seconds; ``number`` counts such steps since 1970."""
-
-    number: int = 0
-
-
 class ReuseHistory:
     """The last ten minutes, and the last 2,000 times to a first token. Thread safety: none.
 
@@ -130,15 +117,15 @@ class ReuseHistory:
 
     def __init__(self, now: float) -> None:
         self._began = int(now) // _BUCKET_S
-        self._buckets: deque[_Bucket] = deque(maxlen=_BUCKETS)
+        self._steps: deque[ReuseCounts] = deque(maxlen=_BUCKETS)
         self._times: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_TIMES)
 
-    def bucket(self, now: float) -> ReuseCounts:
+    def step(self, now: float) -> ReuseCounts:
         """Return the counts of the present five seconds."""
         number = int(now) // _BUCKET_S
-        if not self._buckets or self._buckets[-1].number < number:  # the clock may be set back
-            self._buckets.append(_Bucket(number=number))
-        return self._buckets[-1]
+        if not self._steps or self._steps[-1].number < number:  # the clock may be set back
+            self._steps.append(ReuseCounts(number))
+        return self._steps[-1]
 
     def first_token(self, now: float, seconds: float, *, warm: bool) -> None:
         """Note a time to the first token."""
@@ -149,16 +136,12 @@ class ReuseHistory:
 
         In order, since ten minutes ago or the start; the last five seconds are not over yet.
         """
-        newest = self._buckets[-1].number if self._buckets else self._began
+        newest = self._steps[-1].number if self._steps else self._began
         newest = max(int(now) // _BUCKET_S, newest)
         first = max(self._began, newest - _BUCKETS + 1)
-        noted = {bucket.number: bucket for bucket in self._buckets}
-        empty = _Bucket()
-        return [
-            (number * _BUCKET_S, bucket.prompt_tokens, bucket.reused_tokens)
-            for number in range(first, newest + 1)
-            for bucket in (noted.get(number, empty),)
-        ]
+        noted = {step.number: step for step in self._steps}
+        steps = (noted.get(number) or ReuseCounts(number) for number in range(first, newest + 1))
+        return [(step.number * _BUCKET_S, step.prompt_tokens, step.reused_tokens) for step in steps]
 
     def times(self, now: float) -> tuple[FirstTokenTimes, FirstTokenTimes]:
         """Return the times to the first token in the last five minutes: cold, then warm."""

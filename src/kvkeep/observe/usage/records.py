@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvkeep.core.events import PrefixMiss
     from kvkeep.core.keys import Namespace
     from kvkeep.core.tokens import TokenArray
     from kvkeep.store import Miss
@@ -103,14 +104,15 @@ class RequestBegun:
 class RequestAdmitted:
     """The request runs for the first time: ``cached_tokens`` of its prompt came from the pool.
 
-    ``sequence`` is the id of its sequence in the cache. The lookup and the allocation of pages took
-    ``match_s`` seconds.
+    ``sequence`` is the id of its sequence in the cache, and ``miss`` says why the rest is computed.
+    The lookup and the allocation of pages took ``match_s`` seconds.
     """
 
     request: RequestRecord
     sequence: int
     cached_tokens: int
     match_s: float = 0.0
+    miss: PrefixMiss | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

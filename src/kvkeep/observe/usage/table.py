@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
     PageArray = npt.NDArray[np.int32]
 
-__all__ = [
-    "POOL",
-    "PageOwners",
-    "ReuseSnapshot",
-    "ReuseTotals",
-    "UsageMoment",
-    "UsageTable",
-]
+__all__ = ["POOL", "PageOwners", "ReuseTotals", "UsageMoment", "UsageTable"]
 
 _NOBODY = 0
 
@@ -90,51 +83,16 @@ POOL: Final = "pool"
 _MOST_TIERS = 32  # an operator names a few; this is the bound for any other caller
 
 
+@dataclass(frozen=True, slots=True)
 class ReuseTotals:
-    """Counts since the start. Thread safety: none.
+    """Counts since the start.
 
     ``hit_tokens`` and ``saved_seconds`` by tier ("pool", or a tier behind it); ``computed_tokens``
-    of prompts took ``computed_seconds``. Saved: each reused token counts the average time of a
-    computed token at that moment.
+    of prompts. Saved: each reused token counts the average time of a computed token at that moment.
     """
 
-    def __init__(self) -> None:
-        self.hit_tokens = {POOL: 0}
-        self.saved_seconds = {POOL: 0.0}
-        self.computed_tokens = 0
-        self.computed_seconds = 0.0
-        self._unpriced: dict[str, int] = {}  # reused before the first token was computed
-
-    def reused(self, tier: str, tokens: int) -> None:
-        """Count tokens reused from a tier."""
-        if tier not in self.hit_tokens and len(self.hit_tokens) > _MOST_TIERS:
-            tier = "other"
-        self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
-        if self.computed_tokens:
-            self._save(tier, tokens)
-        else:
-            self._unpriced[tier] = self._unpriced.get(tier, 0) + tokens
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Count computed tokens; their average time is the time that a reused token saves."""
-        self.computed_tokens += tokens
-        self.computed_seconds += seconds
-        if self._unpriced and self.computed_tokens:
-            for tier, unpriced in self._unpriced.items():
-                self._save(tier, unpriced)
-            self._unpriced = {}
-
-    def _save(self, tier: str, tokens: int) -> None:
-        seconds = tokens * self.computed_seconds / self.computed_tokens
-        self.saved_seconds[tier] = self.saved_seconds.get(tier, 0.0) + seconds
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseSnapshot:
-    """A `ReuseTotals` at one moment."""
-
     hit_tokens: Mapping[str, int]
-    saved_seconds_by_tier: Mapping[str, float]
+    saved_seconds: Mapping[str, float]
     computed_tokens: int
 
     @property
@@ -149,7 +107,7 @@ class UsageMoment(NamedTuple):
     history: list[tuple[int, int, int]]
     cold: FirstTokenTimes
     warm: FirstTokenTimes
-    reuse: ReuseSnapshot
+    reuse: ReuseTotals
 
 
 class UsageTable:
@@ -163,34 +121,55 @@ class UsageTable:
 
     def __init__(self, num_pages: int = 1, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._lock = threading.RLock()  # `moment` takes several snapshots at once
+        self._lock = threading.Lock()  # guards all below but `pages`
         self._history = ReuseHistory(clock())
-        self._totals = ReuseTotals()
-        self.pages = PageOwners(num_pages)
-        """Cached pages by namespace: subscribe ``pages.see`` to the cache."""
+        self._hit_tokens = {POOL: 0}
+        self._saved_seconds = {POOL: 0.0}
+        self._computed_tokens = 0
+        self._computed_seconds = 0.0
+        self._unpriced: dict[str, int] = {}  # reused before the first token was computed
         # Running requests by id: the counts of the time at which they were admitted.
         self._running: dict[str, ReuseCounts] = {}
-
-    # --- events ------------------------------------------------------------------------------
+        self.pages = PageOwners(num_pages)
+        """Cached pages by namespace: subscribe ``pages.see`` to the cache."""
 
     def see(self, event: RequestEvent) -> None:
         """Count an event of a request."""
         with self._lock:
             match event:
                 case RequestAdmitted():
-                    counts = self._history.bucket(self._clock())
-                    counts.add(len(event.request.prompt), event.cached_tokens)
+                    counts = self._history.step(self._clock())
+                    counts.prompt_tokens += len(event.request.prompt)
+                    counts.reused_tokens += event.cached_tokens
                     self._running[event.request.id] = counts
-                    self._totals.reused(POOL, event.cached_tokens)
+                    self._reused(POOL, event.cached_tokens)
                 case RequestLoaded():
                     for start, stop, tier in event.report.sources:
-                        self._totals.reused(tier.partition(", ")[0], stop - start)
+                        self._reused(tier.partition(", ")[0], stop - start)
                     if event.request.id in self._running:
                         self._running[event.request.id].reused_tokens += event.report.tokens
                 case PromptComputed():
-                    self._totals.computed(event.tokens, event.seconds)
+                    self._computed_tokens += event.tokens
+                    self._computed_seconds += event.seconds
+                    if self._unpriced and self._computed_tokens:
+                        for tier, tokens in self._unpriced.items():
+                            self._save(tier, tokens)
+                        self._unpriced = {}
                 case RequestEnded():
                     self._running.pop(event.request.id, None)
+
+    def _reused(self, tier: str, tokens: int) -> None:
+        if tier not in self._hit_tokens and len(self._hit_tokens) > _MOST_TIERS:
+            tier = "other"
+        self._hit_tokens[tier] = self._hit_tokens.get(tier, 0) + tokens
+        if self._computed_tokens:
+            self._save(tier, tokens)
+        else:
+            self._unpriced[tier] = self._unpriced.get(tier, 0) + tokens
+
+    def _save(self, tier: str, tokens: int) -> None:
+        seconds = tokens * self._computed_seconds / self._computed_tokens
+        self._saved_seconds[tier] = self._saved_seconds.get(tier, 0.0) + seconds
 
     def note_first_token(self, seconds: float, *, prompt_tokens: int, reused_tokens: int) -> None:
         """Note how long a client waited for its first token."""
@@ -198,29 +177,11 @@ class UsageTable:
             warm = reused_tokens >= WARM * prompt_tokens
             self._history.first_token(self._clock(), seconds, warm=warm)
 
-    # --- snapshots ---------------------------------------------------------------------------
-
-    def history(self) -> list[tuple[int, int, int]]:
-        """See `ReuseHistory.points`."""
-        with self._lock:
-            return self._history.points(self._clock())
-
-    def times(self) -> tuple[FirstTokenTimes, FirstTokenTimes]:
-        """See `ReuseHistory.times`."""
-        with self._lock:
-            return self._history.times(self._clock())
-
     def moment(self) -> UsageMoment:
-        """Return all snapshots at one moment."""
+        """Return all figures of this moment."""
         with self._lock:
-            return UsageMoment(self.history(), *self.times(), self.reuse())
-
-    def reuse(self) -> ReuseSnapshot:
-        """Return the totals."""
-        with self._lock:
-            did = self._totals
-            return ReuseSnapshot(
-                dict(did.hit_tokens),
-                dict(did.saved_seconds),
-                did.computed_tokens,
+            now = self._clock()
+            totals = ReuseTotals(
+                dict(self._hit_tokens), dict(self._saved_seconds), self._computed_tokens
             )
+            return UsageMoment(self._history.points(now), *self._history.times(now), totals)

@@ -353,6 +353,7 @@ class Scheduler:
                         answer.sequence.id,
                         request.cached_tokens,
                         perf_counter() - began,
+                        answer.sequence.miss,
                     )
                 )
 

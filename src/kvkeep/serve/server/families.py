@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvkeep.core.cache import CacheStats
     from kvkeep.observe.usage import TenantCounts
-    from kvkeep.observe.usage.table import ReuseSnapshot
+    from kvkeep.observe.usage.table import ReuseTotals
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.pins import PoolPins, StorePins
 
@@ -193,7 +193,7 @@ def of_tiers(found: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
         yield counter
 
 
-def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
+def of_reuse(reuse: ReuseTotals) -> Iterator[Metric]:
     """Reused tokens by tier, and the time that reuse saved."""
     hits = CounterMetricFamily(
         "kvkeep_hit_tokens",
@@ -214,7 +214,7 @@ def of_reuse(reuse: ReuseSnapshot) -> Iterator[Metric]:
         "prompt token at that moment",
         labels=["tier"],
     )
-    for tier, seconds in reuse.saved_seconds_by_tier.items():
+    for tier, seconds in reuse.saved_seconds.items():
         saved.add_metric([_tier(tier)], seconds)
     yield saved
     yield CounterMetricFamily(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvkeep.observe.usage import TenantCounts
     from kvkeep.observe.usage.history import Counts
-    from kvkeep.observe.usage.table import ReuseSnapshot
+    from kvkeep.observe.usage.table import ReuseTotals
     from kvkeep.serve.engine import EngineStats
     from kvkeep.serve.server.engine_costs import EngineCosts
     from kvkeep.serve.server.service import Service
@@ -216,9 +216,9 @@ class EngineState:
         }
 
 
-def _source_figures(reuse: ReuseSnapshot) -> list[dict[str, Any]]:
+def _source_figures(reuse: ReuseTotals) -> list[dict[str, Any]]:
     """Return where reused tokens came from, and the time that this saved."""
-    saved = reuse.saved_seconds_by_tier
+    saved = reuse.saved_seconds
     return [
         {"source": showable(source), "tokens": tokens, "saved_s": saved.get(source, 0.0)}
         for source, tokens in reuse.hit_tokens.items()

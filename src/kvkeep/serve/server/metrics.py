@@ -131,7 +131,7 @@ class ServerMetrics:
         """
         with self._exposing:
             found: list[Metric] = [*families.of_cache(cache), *families.of_engine(engine)]
-            found += families.of_reuse(self.usage.reuse())
+            found += families.of_reuse(self.usage.moment().reuse)
             if self.reasons is not None:
                 found += families.of_computed(self.reasons())
             if self.events is not None:

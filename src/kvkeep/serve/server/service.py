@@ -59,10 +59,10 @@ class Watching:
         """Start the explainer's thread; return the observers of requests."""
         cache = self._cache
         self.explainer = explainer = Explainer(
-            cache.page_size, cache.policy, reuse=cache.reuse, groups=cache.groups
-        )
-        explainer.share(cache.public)
-        self._ends += [cache.subscribe(explainer.see), explainer.close]
+            cache.page_size, cache.policy,
+            groups=cache.groups, public=cache.public, reuse=cache.reuse,
+        )  # fmt: skip
+        self._ends.append(explainer.close)
         return self.usage.see, self.tenants.see, explainer.see_request
 
     def computed_tokens(self) -> dict[str, int]:

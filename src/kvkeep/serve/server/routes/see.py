@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +15,11 @@ from kvkeep.observe.explain import (
     Cause,
     ExplainSummary,
     Explanation,
-    Missing,
     Span,
     around,
-    missing,
     why_of,
 )
+from kvkeep.observe.usage import LoadReport
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.server.errors import ApiError
 from kvkeep.serve.server.routes.base import (
@@ -36,7 +35,7 @@ from kvkeep.serve.server.text import showable, showable_at
 
 if TYPE_CHECKING:
     from kvkeep.core.tokens import TokenArray
-    from kvkeep.store import KVStore
+    from kvkeep.store import KVStore, Miss
 
 __all__ = ["router"]
 
@@ -68,22 +67,22 @@ def as_line(explained: Explanation, *, id: str | None) -> dict[str, Any]:
 
 def as_answer(explained: Explanation, *, id: str | None, decode: Decode | None) -> dict[str, Any]:
     """Return the whole explanation; without ``decode``, without text and tokens of prompts."""
-    diverged = next((span for span in explained.spans if span.reason == "diverged"), None)
+    diverged = next((span.evidence for span in explained.spans if span.reason == "diverged"), None)
     return {
         **as_line(explained, id=id),
         "spans": [_span(span, text=decode is not None) for span in explained.spans],
-        "text": None if decode is None or diverged is None else _text(diverged, decode),
+        "text": _text(diverged, decode),
     }
 
 
-def as_summary(summary: ExplainSummary) -> dict[str, Any]:
+def as_summary(summary: ExplainSummary, decode: Decode | None) -> dict[str, Any]:
     """Return the summary as JSON has it; the order of the causes is kept."""
     return {
         "requests": summary.requests,
         "prompt_tokens": summary.prompt_tokens,
         "reused": {showable(source): tokens for source, tokens in summary.reused.items()},
         "computed": dict(summary.computed),
-        "causes": [_cause(cause) for cause in summary.causes],
+        "causes": [_cause(cause, decode) for cause in summary.causes],
     }
 
 
@@ -102,10 +101,11 @@ def _span(span: Span, *, text: bool) -> dict[str, Any]:
     }
 
 
-def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
-    words = around(diverged.evidence, decode)
-    if not words:
+def _text(diverged: Mapping[str, Any] | None, decode: Decode | None) -> dict[str, Any] | None:
+    """Return the texts around a difference."""
+    if diverged is None or decode is None:
         return None
+    words = around(diverged, decode)
     given, at_given = showable_at(words["given_text"], words["at_given"])
     cached, at_cached = showable_at(words["cached_text"], words["at_cached"])
     return {
@@ -116,10 +116,11 @@ def _text(diverged: Span, decode: Decode) -> dict[str, Any] | None:
     }
 
 
-def _cause(cause: Cause) -> dict[str, Any]:
+def _cause(cause: Cause, decode: Decode | None) -> dict[str, Any]:
     return {
         "reason": cause.reason,
         "tokens": cause.tokens,
+        "tokens_per_hour": round(cause.tokens_per_hour),
         "share": cause.share,
         "requests": cause.requests,
         "cache_salt": None if cause.tenant is None else showable(cause.tenant),
@@ -128,6 +129,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         "sentence": showable(cause.sentence),
         "tenants": cause.tenants,
         "advice": cause.advice,
+        "text": _text(cause.difference, decode),
     }
 
 
@@ -142,53 +144,49 @@ def _shown(value: Any) -> Any:
     return value
 
 
-Source = tuple[int, int, str]
-
 _PATIENCE_S = 2.0
 
 
-async def stored(
+async def would_load(
     engine: Engine, tokens: "TokenArray", namespace: Namespace, cached: int
-) -> tuple[list[Source], list[Missing]]:
-    """Return ``(start, stop, tier)`` of tokens that would be loaded, and why the others would not.
+) -> LoadReport:
+    """Return what would be loaded behind the ``cached`` tokens, and why the others would not.
 
     What the engine has learned of its costs decides what would be loaded, as if it did nothing
-    else. Only tokens behind the ``cached`` ones are considered. No block is read; tiers shared with
-    other processes are queried, for two seconds at most. Both lists are empty without a store, and
-    if less than a page could be loaded.
+    else. No block is read; tiers shared with other processes are queried, for two seconds at most.
+    The report is empty without a store, and if less than a page could be loaded.
     """
     tenant = engine.store_tenant(namespace)
-    last = len(tokens) - 1
-    if engine.store is None or tenant is None or last - cached < engine.cache.page_size:
-        return [], []
+    if engine.store is None or tenant is None or len(tokens) - 1 - cached < engine.cache.page_size:
+        return LoadReport()
     began = time.monotonic()
     lookup = asyncio.to_thread(_lookup, engine, engine.store, tokens, tenant, cached)
     try:
         async with asyncio.timeout(_PATIENCE_S):
             return await lookup
     except TimeoutError:  # the thread ends by itself when the tier answers
-        waited = {"tier": None, "why": "late", "waited_s": time.monotonic() - began}
-        return [], [Missing(cached, last, "tier_unavailable", waited)]
+        return LoadReport(seconds=time.monotonic() - began, late=True)
 
 
 def _lookup(
     engine: Engine, store: "KVStore", tokens: "TokenArray", tenant: str, cached: int
-) -> tuple[list[Source], list[Missing]]:
-    found = store.lookup(tokens, tenant=tenant)
+) -> LoadReport:
+    began = time.monotonic()
+    answer = store.lookup(tokens, tenant=tenant)
     last = len(tokens) - 1
-    sources: list[Source] = []
-    slower: list[Missing] = []
-    if found.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
+    sources: list[tuple[int, int, str]] = []
+    slower: list[Miss] = []
+    if answer.tokens - cached >= engine.cache.page_size:  # less than a page is not loaded
         choice = store.worth_loading(tokens, cached, tenant=tenant)
-        slower = missing([replace(one, stop=min(one.stop, last)) for one in choice.misses])
+        slower = [replace(miss, stop=min(miss.stop, last)) for miss in choice.misses]
         start = 0
-        for tier, count in found.tiers:
+        for tier, count in answer.tiers:
             begin, stop = max(start, cached), min(start + count, last, choice.tokens)
             if begin < stop:
                 sources.append((begin, stop, tier))
             start += count
-    fates = store.why(tokens, max(found.tokens, cached), tenant=tenant)
-    return sources, [*slower, *missing(fates)]
+    why = store.why(tokens, max(answer.tokens, cached), tenant=tenant)
+    return LoadReport(tuple(sources), (*slower, *why), time.monotonic() - began)
 
 
 router = APIRouter(prefix="/kv", tags=["cache"], route_class=JSONRoute)
@@ -224,18 +222,11 @@ async def explain_prompt(body: ExplainRequest, service: ServiceOf) -> dict[str, 
     explainer = service.explainer
     tokens = await read_prompt(service, body)
     space = service.namespace(body.cache_salt)
-    cached = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space)
-    sources, missing = await stored(service.engine, tokens, space, cached.num_tokens)
+    pool = await asyncio.to_thread(service.engine.cache.match, tokens[:-1], space, everywhere=True)
+    report = await would_load(service.engine, tokens, space, pool.num_tokens)
 
     def look() -> dict[str, Any]:
-        explained = explainer.prompt(
-            tokens,
-            space,
-            cached.num_tokens,
-            sources=sources,
-            missing=missing,
-            stored=cached.stored_tokens,
-        )
+        explained = explainer.prompt(tokens, space, pool.miss, report)
         return as_answer(explained, id=None, decode=service.decode)
 
     return await service.threads.for_inspection(look)
@@ -260,8 +251,8 @@ async def summary(
     service: ServiceOf, last: Annotated[int, Query(ge=1, le=_MOST)] = _MOST
 ) -> dict[str, Any]:
     """The tokens that the last requests reused and computed, and the costliest causes."""
-    explainer = service.explainer
-    return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last)))
+    explainer, decode = service.explainer, service.decode
+    return await service.threads.for_inspection(lambda: as_summary(explainer.summary(last), decode))
 
 
 @router.get("/live", responses=READ_ERRORS, operation_id="kv_live")

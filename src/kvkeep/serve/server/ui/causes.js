@@ -3,7 +3,7 @@
 
 import {bar} from "./bars.js";
 import {byId, el, hide, keyed, say, shown, theirs} from "./dom.js";
-import {explain, reasonName} from "./explain.js";
+import {explain, reasonName, samples} from "./explain.js";
 import {many, share, tokens, whole} from "./words.js";
 
 const MOST = 8;
@@ -39,19 +39,24 @@ const make = (cause) => el("li", {},
   el("div", {}, el("p", {class: "sentence"}), el("p", {class: "advice"},
     el("span", {}), " ", cause.advice && cause.reason in SEE
       ? el("a", {href: SEE[cause.reason][0]}, SEE[cause.reason][1]) : null),
-  el("p", {class: "quiet"})),
+  el("p", {class: "quiet"}), el("div", {})),
   el("button", {type: "button"}, "Example"));
 const fill = (node, cause) => {
   const [portion, text, button] = node.children;
-  const [sentence, advice, figures] = text.children;
+  const [sentence, advice, figures, breaks] = text.children;
   say(portion.firstChild, share(cause.share));
   portion.lastChild.replaceWith(bar([{amount: cause.share, kind: `r-${cause.reason}`}], 1));
   const said = sentenceOf(cause);
   if (sentence.textContent !== said) sentence.replaceChildren(theirs(said));
   hide(advice, !cause.advice);
   say(advice.firstChild, cause.advice ? shown(cause.advice) : "");
-  say(figures, [reasonName(cause.reason), tokens(cause.tokens), many(cause.requests, "request")]
-    .join(" · "));
+  say(figures, [reasonName(cause.reason), tokens(cause.tokens), many(cause.requests, "request"),
+    cause.text ? `${tokens(cause.tokens_per_hour)} an hour` : ""].filter(Boolean).join(" · "));
+  const texts = JSON.stringify(cause.text || null);
+  if (breaks.dataset.texts !== texts) {
+    breaks.dataset.texts = texts;
+    breaks.replaceChildren(...(cause.text ? [samples(cause.text, "p")] : []));
+  }
   button.hidden = !cause.example;
   button.onclick = () => explain(cause.example);
   button.setAttribute("aria-label", `Example of: ${said}`);

@@ -24,14 +24,14 @@ const line = (span) => el("li", {}, swatch(kindOf(span)),
 
 // The text around the first difference, which is at `place`. Letters are whole characters, as the
 // server counts them, not what JavaScript calls one.
-const around = (title, letters, place) => {
+const around = (title, heading, letters, place) => {
   const marked = el("mark", {}, place < letters.length ? shown(letters[place]) : "(ends here)");
   const text = {class: "code", dir: "ltr", tabindex: 0, role: "group", "aria-label": title};
-  return el("div", {class: "sample"}, el("h3", {}, title), el("p", text,
+  return el("div", {class: "sample"}, el(heading, {class: "quiet"}, title), el("p", text,
     shown(letters.slice(0, place).join("")), marked, shown(letters.slice(place + 1).join(""))));
 };
 
-const samples = (text) => {
+export const samples = (text, heading = "h3") => {
   const given = Array.from(text.given_text || ""), kept = Array.from(text.cached_text || "");
   let at = Math.min(text.at_given ?? 0, given.length);
   let other = Math.min(text.at_cached ?? 0, kept.length);
@@ -41,7 +41,7 @@ const samples = (text) => {
     other += 1;
   }
   return el("section", {class: "samples", "aria-label": "Where they differ"},
-    around("This prompt", given, at), around("Cached prompt", kept, other));
+    around("This prompt", heading, given, at), around("Cached prompt", heading, kept, other));
 };
 
 const facts = (one) => {
