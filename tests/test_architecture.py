@@ -442,7 +442,7 @@ def test_no_modules_import_each_other() -> None:
 # Room → modules in circles of imports, those for types included: each circle is one thing that was
 # torn apart. A number may only fall; a room without circles leaves the table.
 CIRCLES: dict[str, int] = {
-    "cli": 2, "serve.engine": 3, "serve.server": 2, "store.backends": 2, "store.tiers": 3,
+    "cli": 2, "serve.engine": 3, "serve.server": 2,
 }  # fmt: skip
 
 
@@ -470,11 +470,11 @@ LINES: dict[str, int] = {
     "core.eviction": 950, "core.extras": 150, "core.geometry": 1400, "core.groups": 1800,
     "core.keys": 150, "core.miss_ratio": 450, "core.pages": 800, "core.prefix": 2400,
     "core.public": 300, "core.returns": 500, "core.slots": 550, "core.tokens": 200,
-    "integrations": 11650, "observe": 50, "observe.explain": 2700, "observe.telemetry": 600,
-    "observe.usage": 800, "serve": 50, "serve.engine": 8000, "serve.http": 1100,
-    "serve.kv_events": 1500, "serve.messages": 800, "serve.models": 50, "serve.router": 4150,
-    "serve.server": 6300, "store": 100, "store.backends": 6700, "store.blocks": 1150,
-    "store.codecs": 1550, "store.identity": 1450, "store.kv": 3400, "store.tiers": 8500,
+    "integrations": 11650, "observe": 50, "observe.explain": 1500, "observe.telemetry": 600,
+    "observe.usage": 750, "serve": 50, "serve.engine": 8000, "serve.http": 1100,
+    "serve.kv_events": 1500, "serve.messages": 800, "serve.models": 50, "serve.router": 3750,
+    "serve.server": 6300, "store": 100, "store.backends": 6600, "store.blocks": 850,
+    "store.codecs": 1550, "store.identity": 1450, "store.kv": 3200, "store.tiers": 8600,
     "testing": 1050,
 }  # fmt: skip
 
