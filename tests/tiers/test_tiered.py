@@ -147,6 +147,20 @@ def test_blocks_are_deleted_on_their_way_down(bench: Bench) -> None:
     assert there(store.tiers[0]) == above(store) == []
 
 
+def test_a_listing_that_goes_on_delays_no_lookup(bench: Bench) -> None:
+    store = bench.store(64, bench.disk())
+    put(store, range(8), wait=20)
+    store.close()
+    place = bench.disk()
+    place.hang("list")
+    store = bench.store(64, place)
+    assert place.inside["list"] == 1
+    assert get(store, range(8)) == 8
+    place.heal()
+    settle(store)
+    assert len(there(store.tiers[0])) == 8
+
+
 # --- budgets ---------------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ ORDERED = 40_960
 _SLOW_READ = 0.05  # seconds; a read that takes longer is slow for any backend
 _MOSTLY = 0.5  # share of a request's time; a read that takes more of it delayed the request
 _TRIES = 20  # attempts to make room for one record, in competition with other processes
+_FIRST_LOOKUP = 1.0  # seconds after which lookups begin although the listing goes on
 _RELIST_AFTER = 1.0  # seconds that a listing of a shared backend is good for
 _MAYBE = ("write failed", "fault")  # reasons for which the backend may have the record nevertheless
 
@@ -589,10 +590,13 @@ class Tier:
     # --- listing ---------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """List the backend, for its timeout at most; then writers evict down to the budget."""
+        """List the backend, for its timeout at most; then writers evict down to the budget.
+
+        Of a backend that is queried, lookups are answered before that.
+        """
         if self.indexed:
             self.reading.submit(self._list_first)
-            self.reading.wait(self.timeout)
+            self.reading.wait(min(self.timeout, _FIRST_LOOKUP) if self.queried else self.timeout)
 
     def _list_first(self) -> None:
         self.relist()
