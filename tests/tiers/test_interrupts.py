@@ -157,3 +157,22 @@ def test_a_store_that_is_closed_in_the_middle_of_a_flush(
         closing.memory = store._tiered.memory.backend
         with pytest.raises(IllegalStep, match="closed by another thread"):
             store.flush(10)
+
+
+def test_ctrl_c_while_a_thread_starts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write is dropped or done, not both; none waits for a thread that is not there."""
+    store = bench.store(8, bench.disk(None))
+
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            put(store, [0])
+    assert store.tiers[0].writing.wait(0.0)
+    settle(store)
+    checked(store)
+    assert store.tiers[0].counters.drops == 1
+    put(store, range(1, 4), wait=10)
+    assert there(store.tiers[0]) == [1, 2, 3]

@@ -84,14 +84,15 @@ class Workers:
                 has_room = self._changed.wait_for(lambda: self._has_room(cost), wait)
             if self._closed or not has_room:
                 return False
-            self._jobs.append((job, cost, given_up))
-            self._unfinished += 1
-            self._cost += cost
-            if len(self._jobs) > self._free and len(self._started) < self._threads:
+            if len(self._jobs) >= self._free and len(self._started) < self._threads:
                 name = f"kvkeep {self.name} {len(self._started) + 1}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 thread.start()
                 self._started.append(thread)
+            # Last: if Ctrl-C ended the start of a thread, the caller still has the job.
+            self._jobs.append((job, cost, given_up))
+            self._unfinished += 1
+            self._cost += cost
             self._changed.notify_all()  # all: a single wake-up could reach a caller of `submit`
         return True
 
