@@ -396,19 +396,21 @@ class Tier:
         queried first: an existing record is not sent again. ``prompt`` are the writes that these
         belong to.
         """
-        there = self._stored(operations)
         moved: int | None = None
         ended = total = 0
-        self.writes.begin()
         try:
-            for operation, record in zip(operations, records, strict=True):
-                if not self.writing.progress():
-                    break
-                ended += 1
-                total += self._write(operation, record, there, prompt)
-            moved = total
+            there = self._stored(operations)
+            self.writes.begin()
+            try:
+                for operation, record in zip(operations, records, strict=True):
+                    if not self.writing.progress():
+                        break
+                    ended += 1
+                    total += self._write(operation, record, there, prompt)
+                moved = total
+            finally:
+                self.writes.end(moved)
         finally:
-            self.writes.end(moved)
             for operation in operations[ended:]:
                 self.dropped([operation.block], "fault" if moved is None else "queue full")
                 self.states.end(operation, saved=False)
