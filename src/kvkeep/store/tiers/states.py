@@ -327,7 +327,8 @@ class BlockStates:
         catalogue = self._catalogue
         with self._changed:
             if of is not None:
-                return self._delete(catalogue.give_up(of, needed), idle=True)
+                of = [block for block in of if block not in self._busy]  # as they would be kept
+                return self._delete(catalogue.give_up(of, needed))
             while True:
                 taken = catalogue.victims(needed, space)
                 deletion = self._delete(taken, idle=True)
