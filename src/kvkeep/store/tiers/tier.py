@@ -765,11 +765,14 @@ class Tier:
         return min(self.writing.longest, time.monotonic() - self.backend.last_progress)
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
+        """Wait until all writes have ended, ``timeout`` seconds at most; return whether they have.
 
-        Returns early if a write makes no progress for longer than the backend's timeout.
+        Returns early if a write makes no progress for longer than the backend's timeout, or a
+        deletion that one waits for does not end in that time.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
+        if not self.states.begun(min(self.timeout, max(0.0, until - time.monotonic()))):
+            return False
         while True:
             hangs = self.timeout - self.stuck_for()
             rest = min(hangs, until - time.monotonic())
