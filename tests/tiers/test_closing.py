@@ -151,3 +151,36 @@ def test_who_reads_while_it_is_closed_hears_of_it(bench: Bench) -> None:
     assert len(results) == 4
     heard = {"IllegalStep", "BackendFailed"}
     assert all(result == 8 or result in heard for result in results), results
+
+
+def test_a_flush_waits_for_what_is_written_behind_a_deletion(bench: Bench) -> None:
+    """Also if the deletion ends while another tier makes its writes durable."""
+    first, second = bench.disk(), bench.disk(at="e")
+    store = bench.store(16, first, second)
+    put(store, [0], wait=LONG)
+    first.hang("delete", times=1)
+    removal = threading.Thread(target=store.remove, args=([name(0)],))
+    removal.start()
+    until(lambda: store.tiers[0].states.deleting and 0 not in above(store))
+    put(store, [0])
+    second.slow(0.5, "flush", times=1)
+    first.slow(1.0, "put", times=1)
+    heal = threading.Timer(0.1, first.heal, ["hang"])
+    heal.start()
+    assert store.flush(LONG)
+    assert there(store.tiers[0]) == there(store.tiers[1]) == [0]
+    removal.join()
+    heal.join()
+
+
+def test_a_flush_says_what_waits_for_a_deletion_that_hangs(bench: Bench) -> None:
+    place = bench.disk()
+    store = bench.store(16, bench.spec(place, timeout=SHORT))
+    put(store, [0], wait=LONG)
+    place.hang("delete", times=1)
+    store.remove([name(0)])
+    put(store, [0])
+    assert not store.flush()
+    place.heal()
+    assert store.flush(LONG)
+    assert there(store.tiers[0]) == [0]

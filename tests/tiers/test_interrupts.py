@@ -157,3 +157,62 @@ def test_a_store_that_is_closed_in_the_middle_of_a_flush(
         closing.memory = store._tiered.memory.backend
         with pytest.raises(IllegalStep, match="closed by another thread"):
             store.flush(10)
+
+
+def no_start(error: BaseException) -> Callable[[threading.Thread], None]:
+    """What starts no thread."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise error
+
+    return start
+
+
+def test_ctrl_c_while_a_thread_starts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write is dropped or done, not both; none waits for a thread that is not there."""
+    store = bench.store(8, bench.disk(None))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_start(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            put(store, [0])
+    assert store.tiers[0].writing.wait(0.0)
+    settle(store)
+    checked(store)
+    assert store.tiers[0].counters.drops == 1
+    put(store, range(1, 4), wait=10)
+    assert there(store.tiers[0]) == [1, 2, 3]
+
+
+def test_a_removal_without_a_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be deleted is said, is not found, and can be put again."""
+    store = bench.store(8, bench.disk(), bench.disk(at="e"))
+    put(store, range(3), wait=10)
+    names = tuple(tier.name for tier in store.tiers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_start(RuntimeError("no more threads")))
+        assert store.remove([name(0)]).failed == names
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_start(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            store.remove([name(1)])
+    assert not store._remover.running
+    assert store.locate_each([name(number) for number in range(3)]) == [None, None, 0]
+    put(store, range(3), wait=10)
+    assert store.flush(1)
+    assert all(len(there(tier)) == 3 and len(tier.states) == 0 for tier in store.tiers)
+    assert store.remove([name(number) for number in range(3)]).complete
+
+
+def test_a_put_without_a_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier is not written, and that is counted; the put does not fail."""
+    store = bench.store(8, bench.disk(None))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_start(RuntimeError("no more threads")))
+        assert put(store, [0]).kept == [0]
+    assert store.tiers[0].counters.drops == 1
+    put(store, range(1, 4), wait=10)
+    assert there(store.tiers[0]) == [1, 2, 3]

@@ -26,7 +26,7 @@ from kvkeep.store.tiers.record_codec import RecordCodec
 from kvkeep.store.tiers.states import BlockStates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvkeep.store.backends import Room
 
@@ -168,3 +168,28 @@ def test_ctrl_c_in_a_call_closes_and_charges_nothing(bench: Bench) -> None:
     assert call.failed
     assert tier.calls.opened == tier.counters.errors == 0
     assert not calls.running
+
+
+class Miscounts(MemoryBackend):
+    """Answers a question about fewer blocks than it was asked."""
+
+    right = False
+
+    def sizes(self, blocks: Sequence[bytes]) -> list[int | None]:
+        return super().sizes(blocks if self.right else blocks[1:])
+
+
+def test_a_backend_that_answers_about_too_few(bench: Bench) -> None:
+    """What is not written for that can be written later, and is held by nobody."""
+    place = Miscounts(8 * PAGE)
+    place.shared = True
+    store = bench.store(16, bench.spec(place))
+    tier = store.tiers[0]
+    assert put(store, range(3), wait=20).kept == [0, 1, 2]
+    settle(store)
+    assert tier.counters.drops == 3
+    assert len(tier.states) == 0
+    place.right = True
+    store.memory.remove([name(number) for number in range(3)])
+    assert put(store, range(3), wait=20).kept == [0, 1, 2]
+    assert tier.catalogue.among([name(number) for number in range(3)])

@@ -245,3 +245,20 @@ def test_an_end_does_not_keep_out_its_beginning(bench: Bench, quota: bool) -> No
     put(store, range(12), wait=20)
     settle(store)
     assert there(tier) == list(range(8))
+
+
+def test_a_block_that_is_being_written_is_not_given_up() -> None:
+    """It was added to the catalogue just now; nobody would delete its record."""
+    catalogue = Index(LRU, budget=8 * PAGE)
+    states = BlockStates(catalogue)
+    catalogue.hold_ahead([name(0), name(1)])
+    (operation,) = states.queue([name(0)], lambda _block, _saved: None, held=True)
+    assert states.start(operation)
+    for number in range(2):
+        catalogue.add(name(number), PAGE)
+    with states.victims(PAGE, of=[name(0), name(1)]) as victims:
+        assert victims.blocks == [name(1)]
+    states.end(operation, saved=True)
+    assert catalogue.blocks() == [name(0)]
+    catalogue.free([name(0)])
+    catalogue.check()

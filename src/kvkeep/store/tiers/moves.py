@@ -223,15 +223,17 @@ class Moves:
         Waits until ``until`` (monotonic seconds) at most.
         """
         moved: dict[bytes, bool] = {}
+        asked = 0
         for item in self.memory.backend.list():
             if item.block not in self.memory:  # it expired
                 continue
             target, _ = self.planner.below(item.block, 0)
             tier = None if target is None else self._target(item.block, target)
             if tier is not None:
+                asked += 1
                 self.write(tier, [item.block], until, moved.__setitem__)
         written = [tier.settled(left_until(until)) for tier in self.tiers]
-        return all(written) and all(moved.values())
+        return all(written) and len(moved) == asked and all(moved.values())
 
     def _target(self, block: bytes, level: int) -> Tier | None:
         """Return the tier, at ``level`` or below, that memory demotes ``block`` to.

@@ -142,6 +142,7 @@ class _Removal(threading.Thread):
         self._deletion = tier.states.delete(blocks)
         self._cleared = cleared
         self._progress = 0.0
+        self._unbegun = threading.Lock()
         remover.running[self] = None
 
     def begin(self) -> None:
@@ -152,7 +153,18 @@ class _Removal(threading.Thread):
         else:
             self.run()
 
+    def give_up(self) -> None:
+        """If the deletion has not begun, end it: blocks possibly left are not found."""
+        if self._unbegun.acquire(blocking=False):
+            self._deletion.wait(0.0)
+            with self._deletion:
+                self._deletion.failed = dict.fromkeys(self._deletion.blocks)
+            self._remover.running.pop(self, None)
+            self.over.set()
+
     def run(self) -> None:
+        if not self._unbegun.acquire(blocking=False):
+            return
         try:
             self.freed, complete = self.tier.remove(self._deletion, self._proceed)
             if self._proceed() and self._cleared is not None:
@@ -179,10 +191,18 @@ class _Removal(threading.Thread):
 
 def _run(removals: Sequence[_Removal]) -> list[tuple[str, int, bool]]:
     """Delete from all tiers at once; return of each its name, bytes freed, whether all went."""
-    for removal in removals:
-        removal.begin()
-    for removal in removals:
-        removal.wait()
+    try:
+        for removal in removals:
+            try:
+                removal.begin()
+            except RuntimeError as error:  # the process may have no more threads
+                _LOG.warning("tier %s: nothing was deleted: %s", removal.tier.name, error)
+                removal.give_up()
+        for removal in removals:
+            removal.wait()
+    finally:  # also if Ctrl-C ended the start of a thread
+        for removal in removals:
+            removal.give_up()
     return [(removal.tier.name, removal.freed, removal.complete) for removal in removals]
 
 

@@ -121,6 +121,7 @@ class BlockStates:
         self._changed = threading.Condition()
         self._busy: dict[bytes, Operation] = {}
         self._resting: OrderedDict[bytes, Operation] = OrderedDict()  # UNDELETED, REFUSED
+        self._deferred = 0  # writes that begin at the end of deletions
         self._cleared: dict[bytes, _Cleared] = {}  # by namespace
         self._clears = 0
         self.deletions = 0
@@ -198,6 +199,7 @@ class BlockStates:
                     before.waiting.append(then)
                 elif again is not None:
                     before.again.append(again)
+                    self._deferred += 1
                 else:
                     deleting.append(block)
             if begun and not held:  # no victim while it is written
@@ -327,7 +329,8 @@ class BlockStates:
         catalogue = self._catalogue
         with self._changed:
             if of is not None:
-                return self._delete(catalogue.give_up(of, needed), idle=True)
+                of = [block for block in of if block not in self._busy]  # as they would be kept
+                return self._delete(catalogue.give_up(of, needed))
             while True:
                 taken = catalogue.victims(needed, space)
                 deletion = self._delete(taken, idle=True)
@@ -367,8 +370,14 @@ class BlockStates:
             while len(self._deleted) > _DELETED_KEPT:
                 self._deleted_before = self._deleted.popitem(last=False)[1]
             self._changed.notify_all()
-        for begin, block in again:
-            begin(block)
+        try:
+            for begin, block in again:
+                begin(block)
+        finally:
+            if again:
+                with self._changed:
+                    self._deferred -= len(again)
+                    self._changed.notify_all()
 
     @property
     def deleting(self) -> bool:
@@ -376,12 +385,13 @@ class BlockStates:
         with self._changed:
             return any(one.state is State.DELETING for one in self._busy.values())
 
-    @property
-    def defers(self) -> bool:
-        """Whether a write waits until its block was deleted."""
+    def begun(self, timeout: float | None) -> bool:
+        """Wait until no write waits for a deletion, ``timeout`` seconds at most.
+
+        Returns whether all have begun.
+        """
         with self._changed:
-            busy = self._busy.values()
-            return any(one.again for one in busy)
+            return self._changed.wait_for(lambda: not self._deferred, timeout)
 
     def refuse(self, block: bytes) -> None:
         """Mark the record of ``block`` as not for this tier, until it is written anew."""

@@ -397,19 +397,21 @@ class Tier:
         queried first: an existing record is not sent again. ``prompt`` are the writes that these
         belong to.
         """
-        there = self._stored(operations)
         moved: int | None = None
         ended = total = 0
-        self.writes.begin()
         try:
-            for operation, record in zip(operations, records, strict=True):
-                if not self.writing.progress():
-                    break
-                ended += 1
-                total += self._write(operation, record, there, prompt)
-            moved = total
+            there = self._stored(operations)
+            self.writes.begin()
+            try:
+                for operation, record in zip(operations, records, strict=True):
+                    if not self.writing.progress():
+                        break
+                    ended += 1
+                    total += self._write(operation, record, there, prompt)
+                moved = total
+            finally:
+                self.writes.end(moved)
         finally:
-            self.writes.end(moved)
             for operation in operations[ended:]:
                 self.dropped([operation.block], "fault" if moved is None else "queue full")
                 self.states.end(operation, saved=False)
@@ -767,11 +769,14 @@ class Tier:
         return min(self.writing.longest, time.monotonic() - self.backend.last_progress)
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until the write queue is empty, ``timeout`` seconds at most; return whether it is.
+        """Wait until all writes have ended, ``timeout`` seconds at most; return whether they have.
 
-        Returns early if a write makes no progress for longer than the backend's timeout.
+        Returns early if a write makes no progress for longer than the backend's timeout, or a
+        deletion that one waits for does not end in that time.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
+        if not self.states.begun(min(self.timeout, max(0.0, until - time.monotonic()))):
+            return False
         while True:
             hangs = self.timeout - self.stuck_for()
             rest = min(hangs, until - time.monotonic())

@@ -375,7 +375,6 @@ class TieredStore:
         for tier in self.tiers:
             tier.writing.submit(partial(_flush, tier, flushed), 0, left_until(until))
         written = [tier.settled(left_until(until)) for tier in self.tiers]
-        complete &= not any(tier.states.defers for tier in self.tiers)
         return complete and all(written) and flushed == [True] * len(self.tiers)
 
     def close(self, timeout: float = 10.0) -> bool:

@@ -72,7 +72,7 @@ class Workers:
         wait: float | None = 0.0,
         given_up: Callable[[], object] | None = None,
     ) -> bool:
-        """Queue ``job``; return False if the queue is full or closed.
+        """Queue ``job``; return False if the queue is full or closed, or there is no thread.
 
         Waits for room in the queue for at most ``wait`` seconds, None: without limit. ``given_up``
         is called instead of a queued ``job`` that `close` discards. A job must not raise: an
@@ -84,14 +84,21 @@ class Workers:
                 has_room = self._changed.wait_for(lambda: self._has_room(cost), wait)
             if self._closed or not has_room:
                 return False
+            if len(self._jobs) >= self._free and len(self._started) < self._threads:
+                name = f"kvkeep {self.name} {len(self._started) + 1}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process may have no more threads
+                    _LOG.warning("tier %s has %d threads: %s", self.name, len(self._started), error)
+                    if not self._started:
+                        return False
+                else:
+                    self._started.append(thread)
+            # Last: if Ctrl-C ended the start of a thread, the caller still has the job.
             self._jobs.append((job, cost, given_up))
             self._unfinished += 1
             self._cost += cost
-            if len(self._jobs) > self._free and len(self._started) < self._threads:
-                name = f"kvkeep {self.name} {len(self._started) + 1}"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                thread.start()
-                self._started.append(thread)
             self._changed.notify_all()  # all: a single wake-up could reach a caller of `submit`
         return True
 
