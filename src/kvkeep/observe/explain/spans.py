@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +90,11 @@ def complete(spans: list[Span], tokens: int, public: int) -> tuple[Span, ...]:
     if reasons <= {"page_remainder"}:
         everything = {None, *REASONS}
         spans = painted(spans, [Span(tokens - 1, tokens, None, "last_token")], everything)
-    if public:
-        shared = [
-            Span(span.start, min(public, span.stop), span.source, span.reason, evidence)
-            for span in spans
-            if span.start < public and (evidence := {**span.evidence, "public": True})
-        ]
-        spans = painted(spans, shared, {None, *REASONS})
+    shared = [
+        replace(span, stop=min(public, span.stop), evidence={**span.evidence, "public": True})
+        for span in (spans if public else ())
+    ]
+    spans = painted(spans, shared, {None, *REASONS})
     joined = spans[:1]
     for span in spans[1:]:
         last = joined[-1]
