@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from served import SIZE, Served, check, evidence, tokens, told
 
 from kvkeep import InvalidValue, Namespace
 from kvkeep.core.events import PrefixMiss
-from kvkeep.observe.explain import Explainer, around
+from kvkeep.observe.explain import Explainer, Span, around
 from kvkeep.observe.explain import explainer as module
+from kvkeep.observe.explain.spans import painted
 from kvkeep.observe.usage import LoadReport
 from kvkeep.store import Miss
 
@@ -181,6 +186,89 @@ def test_prompts_are_remembered_up_to_their_tokens() -> None:
         assert served.explainer.history.tokens == 200
 
 
+def test_requests_of_many_parts_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose blocks come from a tier by turns has as many spans as blocks."""
+    monkeypatch.setattr(module, "_MOST_SPANS", 100)
+    with Served(400) as served:
+        for at in range(10):
+            sequence = served.open(f"r{at}", tokens(range(100 * at, 100 * at + 80)))
+            parts = tuple((start, start + 4, "disk") for start in range(0, 80, 8))
+            served.explainer.loaded(f"r{at}", LoadReport(parts))
+            served.end(sequence)
+        found = served.explainer.recent()
+        assert [one.id for one in found] == ["r9", "r8", "r7", "r6", "r5"]
+        assert {len(one.spans) for one in found} == {20}
+        assert sum(served.explainer.computed().values()) == 10 * 40
+        assert served.explainer.history.tokens == 5 * 80
+
+
+def test_a_store_that_has_every_other_block_costs_no_more_than_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted in lines that run, not in time."""
+    monkeypatch.setattr(module, "_PAUSE_S", 1000.0)  # none runs in another thread
+
+    def lines(parts: int) -> int:
+        with Served(4) as served:
+            prompt = tokens(range(8 * parts + 1))
+            count = 0
+
+            def count_one(frame: Any, event: str, argument: Any) -> Any:
+                nonlocal count
+                count += 1
+                return count_one
+
+            served.explainer.opened("a", prompt, NOWHERE, PrefixMiss("unseen", 0))
+            served.explainer.loaded(
+                "a",
+                LoadReport(
+                    tuple((start, start + 4, "disk") for start in range(0, 8 * parts, 8)),
+                    tuple(
+                        Miss(start, start + 4, "disk", "evicted", None, "lru")
+                        for start in range(4, 8 * parts, 8)
+                    ),
+                ),
+            )
+            before = sys.gettrace()
+            sys.settrace(count_one)
+            try:
+                found = served.explainer.explain("a")
+            finally:
+                sys.settrace(before)
+            assert found is not None
+            check(found)
+            assert found.reused == {"disk": 4 * parts}
+            assert found.computed == {"evicted": 4 * parts, "new": 1}
+            return count
+
+    lines(10)  # imports
+    assert lines(400) < 5 * lines(100)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["new", "evicted", None])), min_size=1),
+    st.lists(st.tuples(st.integers(-3, 40), st.integers(-3, 40))),
+)
+def test_painting_is_that_of_single_tokens(
+    parts: list[tuple[int, str | None]], brushes: list[tuple[int, int]]
+) -> None:
+    spans: list[Span] = []
+    for length, reason in parts:
+        start = spans[-1].stop if spans else 0
+        spans.append(Span(start, start + length, None if reason else "pool", reason))
+    row = [span.reason for span in spans for _ in range(span.tokens)]
+    expected = list(row)
+    ordered = sorted(brushes)
+    for start, stop in ordered:
+        for at in range(max(0, start), min(stop, len(row))):
+            if row[at] == "new":
+                expected[at] = "damaged"
+    news = [Span(start, stop, None, "damaged") for start, stop in ordered]
+    found = painted(spans, news, {"new"})
+    assert [span.reason for span in found for _ in range(span.tokens)] == expected
+    assert all(before.stop == span.start < span.stop for before, span in pairwise(found))
+
+
 # --- what is told out of order, twice, or never ------------------------------------------------
 
 
@@ -207,6 +295,18 @@ def test_strangers_and_repeats(served: Served) -> None:
     served.explainer.ended("a", outcome="failed", generated=9, ttft_s=None, seconds=1.0)
     assert served.why("a").outcome == "done"
     assert [one.id for one in explainer.recent()] == ["a"]
+
+
+def test_sums_stay_those_of_what_has_ended(served: Served) -> None:
+    """What is told after the end, or of two requests with one id, is counted once."""
+    served.run("a", A)
+    served.explainer.loaded("a", LoadReport(((0, 16, "disk"),)))
+    assert served.why("a").computed == served.explainer.computed() == {"new": 40}
+    for at in range(3):
+        prompt = tokens(range(1000 * at, 1000 * at + 40))
+        served.explainer.opened("b", prompt, NOWHERE, PrefixMiss("unseen", 0), sequence=90 + at)
+    served.explainer.ended("b", outcome="done", generated=1, ttft_s=None, seconds=1.0)
+    assert served.explainer.computed() == {"new": 160}
 
 
 def test_spans_from_a_store_that_cannot_be(served: Served) -> None:

@@ -706,7 +706,7 @@ def test_a_prompt_stays_where_it_was_answered_without_events():
 
 
 @pytest.mark.parametrize("mood", ["hangs up", "head only", "garbage", "502", "504", "waits"])
-@pytest.mark.parametrize("path", ["/v1/batches", "/v1/new"])
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/new", "/v1/responses"])
 def test_a_request_that_may_have_changed_something_is_not_sent_again(mood, path):
     with routing(mood, mood, timeouts=SHORT) as (proxy, made):
         answer = ask(proxy, path=path)

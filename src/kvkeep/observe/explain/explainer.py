@@ -38,6 +38,7 @@ _log = logging.getLogger("kvkeep.explain")
 _PAUSE_S = 0.25
 _MOST_QUEUED = 100_000
 _MOST_RUNNING = 10_000
+_MOST_SPANS = 50_000
 _NOTHING = LoadReport()
 
 
@@ -49,14 +50,14 @@ class Explainer:
     reasons are those that cache and store told at the miss. ``policy``, ``groups``, ``public`` and
     ``reuse`` are the cache's; ``clock`` gives unix seconds, ``cache_clock`` is the cache's clock.
 
-    It remembers the last ``requests``, and the tokens of the latest prompts up to
-    ``prompt_tokens``, by which it finds what a prompt that was not cached has in common with
-    others. Reports are queued, and handled by a separate thread four times a second and by each
-    query.
+    It remembers the last ``requests``, fewer if they have more than 50,000 spans together, and the
+    tokens of the latest prompts up to ``prompt_tokens``, by which it finds what a prompt that was
+    not cached has in common with others. Reports are queued, and handled by a separate thread four
+    times a second and by each query.
 
-    Thread safety: all methods. Cost: a report takes below a microsecond; handling a request that
-    missed takes 1 ms at 8,192 tokens. Memory: 4 bytes a token of the prompts, and up to 22 KiB a
-    request: 40 MB with the defaults.
+    Thread safety: all methods. Cost: a report takes about a microsecond, and a request has three;
+    handling one that missed takes 1 ms at 8,192 tokens, and seconds at a million. Memory: 4 bytes a
+    token of the prompts, up to 20 KiB a request, and 300 bytes a span: 50 MB with the defaults.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Explainer:
         self._public = PublicPrefixes() if public is None else public
         self._reasons = PoolReasons(self.history, self.page_size, policy, groups, reuse=reuse)
         self._records: OrderedDict[str, Record] = OrderedDict()
+        self._spans = 0  # of `_records`
         self._running: OrderedDict[str, Record] = OrderedDict()
         self._by_sequence: dict[int, Record] = {}
         self._computed: dict[str, int] = {}
@@ -144,7 +146,7 @@ class Explainer:
     def loaded(self, id: str, report: LoadReport) -> None:
         """Report the tokens of request ``id`` loaded from a store, and why others were not.
 
-        A later call replaces an earlier one. An unknown request is ignored.
+        A later call replaces an earlier one. A request that is unknown, or has ended, is ignored.
         """
         self._put(partial(self._load, id, report))
 
@@ -193,17 +195,28 @@ class Explainer:
         self._judge(record, miss)
         settle(record, _NOTHING)
         self.history.add(record)
-        before = self._records.pop(record.id, None)
+        self._end(record.id, None, 0, None, 0.0)  # if that of an earlier one was never reported
+        self._forget(record.id)
         self._records[record.id] = record
-        if before is None and len(self._records) > self.requests:
-            before = self._records.popitem(last=False)[1]
-        if before is not None:
-            self.history.forget(before)
+        self._spans += len(record.spans)
+        self._bound()
         self._running[record.id] = record
         if record.sequence is not None:
             self._by_sequence[record.sequence] = record
         if len(self._running) > _MOST_RUNNING:  # the end of the oldest was never reported
             self._end(next(iter(self._running)), None, 0, None, 0.0)
+
+    def _bound(self) -> None:
+        """Forget the oldest requests beyond the bounds, but never the latest."""
+        while (count := len(self._records)) > 1 and (
+            count > self.requests or self._spans > _MOST_SPANS
+        ):
+            self._forget(next(iter(self._records)))
+
+    def _forget(self, id: str) -> None:
+        if (record := self._records.pop(id, None)) is not None:
+            self._spans -= len(record.spans)
+            self.history.forget(record)
 
     def _judge(self, record: Record, miss: PrefixMiss | None) -> None:
         """Set the spans of a record as the pool told."""
@@ -216,9 +229,12 @@ class Explainer:
         record.judged = self._reasons.spans(record, miss, other, offset)
 
     def _load(self, id: str, report: LoadReport) -> None:
-        record = self._running.get(id) or self._records.get(id)
-        if record is not None:
+        if (record := self._running.get(id)) is not None:
+            before = len(record.spans)
             settle(record, report)
+            if id in self._records:  # it is the same
+                self._spans += len(record.spans) - before
+                self._bound()
 
     def _end(
         self, id: str, outcome: str | None, generated: int, ttft_s: float | None, seconds: float
@@ -298,33 +314,22 @@ class Explainer:
 
 def settle(record: Record, report: LoadReport) -> None:
     """Set the spans of a record: what the pool told, and over it what a store loaded and told."""
-    spans, last = record.judged, record.tokens - 1
-    for miss in report.missing:
-        told = of_store(miss, record.at, report.seconds)
-        if told is not None:
-            spans = painted(spans, told, STORE_KNOWS)
-    for start, stop, tier in report.sources:  # the last token is always computed
-        spans = painted(spans, Span(start, min(stop, last), tier, None), {*REASONS})
+    last = record.tokens - 1  # is always computed
+    told = (of_store(miss, record.at, report.seconds) for miss in report.missing)
+    spans = painted(record.judged, (one for one in told if one is not None), STORE_KNOWS)
+    came = (Span(start, min(stop, last), tier, None) for start, stop, tier in report.sources)
+    spans = painted(spans, came, {*REASONS})
     if report.late and not report.missing:  # the lookup was not waited for
         evidence = {"tier": None, "why": "late", "waited_s": report.seconds}
         late = Span(0, last, None, "tier_unavailable", evidence)
-        spans = painted(spans, late, STORE_KNOWS)
+        spans = painted(spans, [late], STORE_KNOWS)
     record.spans = complete(spans, record.tokens, record.public)
 
 
 def explanation(record: Record) -> Explanation:
     """Return what is told of a request now."""
     return Explanation(
-        id=record.id,
-        at=record.at,
-        namespace=record.namespace,
-        kind=record.kind,
-        session=record.session,
-        prompt_tokens=record.tokens,
-        spans=record.spans,
-        generated_tokens=record.generated,
-        ttft_s=record.ttft_s,
-        seconds=record.seconds,
-        outcome=record.outcome,
-        sentence=sentence_of(record.spans, record.tokens),
-    )
+        record.id, record.at, record.namespace, record.kind, record.session, record.tokens,
+        record.spans, record.generated, record.ttft_s, record.seconds, record.outcome,
+        sentence_of(record.spans, record.tokens),
+    )  # fmt: skip

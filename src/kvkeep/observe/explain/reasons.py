@@ -94,7 +94,7 @@ class PoolReasons:
         part = Span(
             max(start, seen // size * size), seen, None, "page_remainder", {"page_size": size}
         )
-        return painted(spans, part, {"new"})
+        return painted(spans, [part], {"new"})
 
     @staticmethod
     def _reach(record: Record, similar: list[Record]) -> int:
@@ -135,21 +135,20 @@ class PoolReasons:
         unit = size if self._reuse else 1  # of what is stored
         if before is not None and common >= start + unit:
             stop = common // unit * unit
-            return painted(spans, self._lost(before, start, stop), new)
+            return painted(spans, [self._lost(before, start, stop)], new)
         elsewhere = self._history.similar(record, elsewhere=True)
         theirs = [one for one in elsewhere if one.store and one.outcome in {None, "done"}]
         nearest = max(theirs, key=record.common, default=None)
         stop = 0 if nearest is None else record.common(nearest) // size * size
         if nearest is not None and stop >= start + size:
             evidence = _fields(record.namespace, nearest.namespace)
-            return painted(spans, Span(start, stop, None, "other_namespace", evidence), new)
+            return painted(spans, [Span(start, stop, None, "other_namespace", evidence)], new)
         found = difference(record, similar, start)
         if found is None:
             return spans
         evidence = {**found.evidence, "would_reuse": found.tokens}
-        for first, end in found.stretches:
-            spans = painted(spans, Span(first, end, None, "diverged", evidence), new)
-        return spans
+        same = [Span(first, end, None, "diverged", evidence) for first, end in found.stretches]
+        return painted(spans, same, new)
 
     def _lost(self, before: Record, start: int, stop: int) -> Span:
         """Return why tokens that a recent request had are not there."""

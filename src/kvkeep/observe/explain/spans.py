@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -52,16 +52,27 @@ class Span:
         return self.stop - self.start
 
 
-def painted(spans: list[Span], new: Span, over: Container[str | None]) -> list[Span]:
-    """Return ``spans`` with ``new`` painted over those whose reason is in ``over``."""
+def painted(spans: list[Span], news: Iterable[Span], over: Container[str | None]) -> list[Span]:
+    """Return ``spans`` with ``news`` painted over those whose reason is in ``over``.
+
+    Where two of ``news`` overlap, the one that starts first counts. Cost: one pass over both.
+    """
     parts: list[Span] = []
+    brushes = sorted(news, key=lambda new: new.start)
+    at = 0
     for span in spans:
-        first, last = max(span.start, new.start), min(span.stop, new.stop)
-        if first >= last or span.reason not in over:
-            parts.append(span)
-            continue
-        cut = (_cut(span, span.start, first), _cut(new, first, last), _cut(span, last, span.stop))
-        parts += (part for part in cut if part.tokens)
+        start = span.start
+        while span.reason in over and at < len(brushes) and brushes[at].start < span.stop:
+            new = brushes[at]
+            first, last = max(start, new.start), min(span.stop, new.stop)
+            if first < last:
+                parts += [_cut(span, start, first)] * (start < first) + [_cut(new, first, last)]
+                start = last
+            if new.stop > span.stop:  # it goes on in the next span
+                break
+            at += 1
+        if start < span.stop:
+            parts.append(_cut(span, start, span.stop))
     return parts
 
 
@@ -78,11 +89,12 @@ def complete(spans: list[Span], tokens: int, public: int) -> tuple[Span, ...]:
     reasons = {span.reason for span in spans if span.start < tokens - 1 and span.reason}
     if reasons <= {"page_remainder"}:
         everything = {None, *REASONS}
-        spans = painted(spans, Span(tokens - 1, tokens, None, "last_token"), everything)
-    for span in spans if public else ():
-        evidence = {**span.evidence, "public": True}
-        shared = Span(span.start, min(public, span.stop), span.source, span.reason, evidence)
-        spans = painted(spans, shared, {span.reason})
+        spans = painted(spans, [Span(tokens - 1, tokens, None, "last_token")], everything)
+    shared = [
+        replace(span, stop=min(public, span.stop), evidence={**span.evidence, "public": True})
+        for span in (spans if public else ())
+    ]
+    spans = painted(spans, shared, {None, *REASONS})
     joined = spans[:1]
     for span in spans[1:]:
         last = joined[-1]

@@ -53,8 +53,9 @@ _FORWARDED_ALONE = frozenset({
     "/generative_scoring", "/inference/v1/generate",
 })  # fmt: skip
 _OPERATION = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-# Requests that only compute: executed twice, they cost time and change nothing.
-_COMPUTED = PromptParser.PATHS | _FORWARDED_ALONE | {
+# Requests that only compute: executed twice, they cost time and change nothing. A "response" does
+# more: the instance stores it, and may run tools for it.
+_COMPUTED = (PromptParser.PATHS - {"/v1/responses"}) | _FORWARDED_ALONE | {
     "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v1/messages/count_tokens",
     "/v1/audio/transcriptions", "/v1/audio/translations",
 }  # fmt: skip
