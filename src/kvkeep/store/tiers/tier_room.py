@@ -32,8 +32,7 @@ class TierRoom:
 
     Of a large budget a part is kept free, in batches and by a writer thread, so that writes need
     not wait for room. Blocks that have to make room are passed to ``evicting`` first, which may
-    copy them. ``relist`` lists a backend that others share, if that was not done lately; it returns
-    whether it did.
+    copy them. ``relist`` lists the backend if that may tell more; it returns whether it did.
 
     Thread safety: all methods.
 
