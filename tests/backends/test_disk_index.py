@@ -60,6 +60,7 @@ DAMAGES = [
     changed("DROP TABLE room"),
     changed("DROP TABLE records", "CREATE TABLE records(a, b)"),
     changed("INSERT INTO records VALUES (x'00', 1, 1)"),
+    changed("INSERT OR REPLACE INTO facts VALUES ('budget', '[1,')"),
 ]
 
 
@@ -78,11 +79,28 @@ def test_a_damaged_index_is_made_anew(
     (path,) = index_of(tmp_path)
     damage(path)
     with backend if is_open else DiskBackend(tmp_path, 64 << 20) as again:
+        again.settle_capacity()
+        assert again.last_budget().bytes == 64 << 20
         assert sizes_listed(again) == expected
         put(again, block_id(RECORDS), b"new")
         assert get(again, block_id(0)) == content(block_id(0), 1, 100)
         assert again.used() == (RECORDS + 1) * UNIT
     assert len(index_of(tmp_path)) == 1
+
+
+def test_an_index_that_is_lost_while_it_is_compared_is_compared_anew(tmp_path: Path) -> None:
+    """The new one has the inode of the old one, on most filesystems."""
+    blocks = [block_id(1, space) for space in range(4)]
+    with DiskBackend(tmp_path, 64 << 20) as backend:
+        for block in blocks:
+            put(backend, block, b"record")
+        assert backend.used() == 4 * UNIT
+        listing = backend.list()
+        assert next(listing).block == blocks[0]
+        (path,) = index_of(tmp_path)
+        path.write_bytes(bytes(len(path.read_bytes())))
+        assert [item.block for item in listing] == blocks[1:]
+        assert backend.used() == 4 * UNIT
 
 
 def test_a_torn_index_is_mended_by_a_listing(tmp_path: Path) -> None:

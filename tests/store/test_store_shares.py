@@ -155,6 +155,7 @@ def test_memory_of_several_processes_refuses_shares(tmp_path: Path) -> None:
         store_in(tmp_path, {"a": 1.0}, tiers=tiers)
     with store_in(tmp_path, None, tiers=tiers) as store:  # nothing stayed open
         put(store, prompt(1, 2), "a")
+    os.unlink(f"/dev/shm/kvkeep-{os.geteuid()}-{name}")
 
 
 @pytest.mark.parametrize("shares", [{"a": 0}, {"a": "3"}, {"a": None}, ["a"], {"a": float("nan")}])

@@ -13,6 +13,7 @@ from kvkeep.store.tiers import Exclusive
 if TYPE_CHECKING:
     from tier_bench import Bench
 
+    from faults import FaultyBackend
     from kvkeep.store.tiers import TieredStore
 
 LONG = 20.0
@@ -198,3 +199,45 @@ def test_a_tier_that_hangs_when_it_is_asked_leaves_time_to_ask_the_next(
     blocks = [name(number) for number in range(4)]
     ask = store.locate_each if each else store.locate
     assert list(ask(blocks, time.monotonic() + 4 * SHORT)) == [2] * 4
+
+
+def full(bench: Bench) -> FaultyBackend:
+    """A place that is full of what an earlier process wrote, and whose listing hangs."""
+    before = bench.store(16, bench.disk(4))
+    put(before, range(4), wait=20)
+    assert before.close(20)
+    place = bench.disk(4)
+    place.hang("list")
+    return place
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_writes_wait_for_the_first_listing_which_says_what_may_go(
+    bench: Bench, shared: bool
+) -> None:
+    place = full(bench)
+    place.shared = shared
+    store = bench.store(16, bench.spec(place, timeout=2 * SHORT))
+    tier = store.tiers[0]
+    put(store, range(10, 13))
+    time.sleep(SHORT / 4)
+    assert tier.counters.drops == tier.counters.writes == 0
+    tier.backend.timeout = LONG
+    place.heal()
+    settle(store)
+    assert (tier.counters.drops, tier.counters.writes, tier.counters.evictions) == (0, 3, 3)
+    assert place.calls["list"] == 1, "the listing that they waited for is good for them"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_listing_that_hangs_keeps_no_writer(bench: Bench, shared: bool) -> None:
+    place = full(bench)
+    place.shared = shared
+    store = bench.store(16, bench.spec(place, timeout=SHORT))
+    tier = store.tiers[0]
+    put(store, range(10, 13))
+    assert tier.writing.wait(LONG / 4)
+    assert (tier.counters.drops, tier.counters.writes) == (3, 0)
+    loss = store.losses.of(name(10))
+    assert loss is not None
+    assert (loss.what, loss.detail) == ("dropped", "no room")

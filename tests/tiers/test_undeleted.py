@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tier_bench import PAGE, Bench, get, name, put, settle, there, until
 
+from kvkeep.core.keys import SPACE_BYTES
 from kvkeep.store.backends.memory import MemoryBackend
 from kvkeep.store.tiers import Exclusive, MemorySpec
 
@@ -127,3 +128,21 @@ def test_what_is_left_counts_for_the_quota(bench: Bench) -> None:
     loss = store.losses.of(name(19))
     assert loss is not None
     assert (loss.what, loss.detail) == ("dropped", "quota")
+
+
+def test_a_quota_counts_what_another_writer_is_evicting(bench: Bench) -> None:
+    place = bench.memory(16)
+    store = bench.store(16, bench.spec(place, writers=2))
+    store.set_quota(name(0)[:SPACE_BYTES], 2 * PAGE)
+    put(store, range(1), wait=20)
+    put(store, range(1, 2), wait=20)
+    place.hang("delete")
+    put(store, range(2, 3))
+    place.wait_inside("delete")
+    put(store, range(3, 4))
+    time.sleep(0.1)
+    assert there(store.tiers[0]) == [0, 1], "neither new one fits beside both"
+    place.heal()
+    settle(store)
+    assert len(there(store.tiers[0])) == 2
+    assert store.tiers[0].counters.drops == 0

@@ -77,11 +77,14 @@ class Operation:
         over: the state that a write replaces, if it is not rest.
         cleared: number of the clearance of its namespace that a write began behind; 0: of none.
         before: the write or deletion that ran when a deletion began.
+        free: of a deletion, whether it waits for no write, so that writes may wait for it.
         ended: whether it is over, or was called off.
         held: whether a write holds the block in the catalogue.
     """
 
-    __slots__ = ("again", "before", "block", "cleared", "ended", "held", "over", "state", "waiting")
+    __slots__ = (
+        "again", "before", "block", "cleared", "ended", "free", "held", "over", "state", "waiting",
+    )  # fmt: skip
 
     def __init__(self, block: bytes, state: State) -> None:
         self.block = block
@@ -92,6 +95,7 @@ class Operation:
         self.over: State | None = None
         self.cleared = 0
         self.before: Operation | None = None
+        self.free = False
         self.ended = False
 
 
@@ -306,6 +310,7 @@ class BlockStates:
             if before is not None and idle:
                 continue
             operation = Operation(block, State.DELETING)
+            operation.free = idle
             if before is not None:
                 if before.state is not State.DELETING:
                     called_off += [(then, block) for then in before.waiting]
@@ -337,13 +342,26 @@ class BlockStates:
                 if deletion or not taken:  # what is deleted already may have been listed again
                     return deletion
 
+    def wait_deleted(self, space: bytes, timeout: float) -> bool:
+        """Wait for the deletions in a namespace that run now, but those that wait for writes.
+
+        What they delete is forgotten, and still there. False if they run on after ``timeout`` s.
+        """
+        with self._changed:
+            running = [
+                operation
+                for operation in self._busy.values()
+                if operation.free and operation.block.startswith(space)
+            ]
+            return self._changed.wait_for(lambda: all(one.ended for one in running), timeout)
+
     def left(self, limit: int, space: bytes = b"") -> Deletion:
         """Begin anew the deletion of `undeleted` blocks, of ``limit`` at most."""
         with self._changed:
             resting = self._resting.values()
             old = (rest.block for rest in resting if rest.state is State.UNDELETED)
             mine = (block for block in old if block.startswith(space))
-            return self._delete(list(islice(mine, limit)))
+            return self._delete(list(islice(mine, limit)), idle=True)
 
     def end_deletion(self, operations: Iterable[Operation], failed: Container[bytes]) -> None:
         """End deletions; those of ``failed`` may have left their records. See `Deletion`."""
@@ -493,7 +511,10 @@ class Deletion:
         self._called_off = []
         before = [one.before for one in self._operations.values() if one.before is not None]
         with self._changed:
-            return self._changed.wait_for(lambda: all(one.ended for one in before), timeout)
+            over = self._changed.wait_for(lambda: all(one.ended for one in before), timeout)
+            for operation in self._operations.values():
+                operation.free = over
+            return over
 
     def __enter__(self) -> Self:
         return self

@@ -605,14 +605,18 @@ class Tier:
         if self.listed:
             self.room.trim(0)
 
-    def relist(self) -> None:
+    def relist(self) -> bool:
         """List the backend into the catalogue; others may have written or deleted there.
 
+        Waits for a listing that runs instead, for the timeout at most; returns whether any ended.
         Records larger than the budget are deleted: they were written under a larger budget.
         """
+        before = self._listed_at
         if not self._listing.acquire(timeout=self.timeout):
-            return  # a listing hangs; do not block the caller any longer
+            return False  # a listing hangs; do not block the caller any longer
         try:
+            if self._listed_at != before:
+                return True  # its end is what we waited for
             if self.calls.allowed("list"):
                 started = time.monotonic()
                 try:
@@ -628,13 +632,15 @@ class Tier:
             self._listing.release()
         if self.listed:
             self.compare()
+        return True
 
     def _relist_if_old(self) -> bool:
-        """List a shared backend anew, if that was not done lately; return whether it was done."""
-        old = self.backend.shared and time.monotonic() - self._listed_at > _RELIST_AFTER
-        if old:
-            self.relist()
-        return old
+        """List the backend, if that may tell more than we know; return whether it was done.
+
+        So it is before the first listing has ended, and where others write, after a while.
+        """
+        is_open = self.backend.shared or not self.listed
+        return is_open and time.monotonic() - self._listed_at > _RELIST_AFTER and self.relist()
 
     def _records(self) -> Iterator[Listed]:
         # An exception of this generator's consumer never reaches the `with` statement.

@@ -32,8 +32,7 @@ class TierRoom:
 
     Of a large budget a part is kept free, in batches and by a writer thread, so that writes need
     not wait for room. Blocks that have to make room are passed to ``evicting`` first, which may
-    copy them. ``relist`` lists a backend that others share, if that was not done lately; it returns
-    whether it did.
+    copy them. ``relist`` lists the backend if that may tell more; it returns whether it did.
 
     Thread safety: all methods.
 
@@ -72,16 +71,22 @@ class TierRoom:
         space, catalogue = block[:SPACE_BYTES], self._catalogue
         if size > (catalogue.quota(space) or size):
             return False
-        if self._states.undeleted(space):
-            self._delete_left(sys.maxsize, space)
-            if self._states.undeleted(space):
-                return False
+        if not self._none_left(space):
+            return False
         while True:
             over = size
             for _ in range(_TRIES):
                 over = catalogue.reserve(space, size)
                 if not over:
-                    return True
+                    # What is being deleted is not counted any more, and still there.
+                    fits = False
+                    try:
+                        gone = self._states.wait_deleted(space, self._backend.timeout)
+                        fits = gone and self._none_left(space)
+                    finally:
+                        if not fits:
+                            catalogue.unreserve(space, size)
+                    return fits
                 victims = None if over < 0 else self._states.victims(over, space)
                 if not victims:  # also if all that is being written together exceeds the quota
                     break
@@ -89,6 +94,12 @@ class TierRoom:
                     return False
             if prompt is None or not prompt.make_room(block, over if over > 0 else size):
                 return False
+
+    def _none_left(self, space: bytes) -> bool:
+        """Delete blocks of a namespace whose deletion failed before; return whether all went."""
+        if self._states.undeleted(space):
+            self._delete_left(sys.maxsize, space)
+        return not self._states.undeleted(space)
 
     def make(self, needed: int) -> bool:
         """Evict until ``needed`` bytes are free; return whether any were freed.

@@ -434,11 +434,11 @@ class DiskIndex:
 
     def notes(self, timeout: float) -> dict[bytes, bytes]:
         """Return the notes by space."""
-        return _notes(self._facts(timeout))
+        return self._facts(_notes, timeout)
 
     def last_budget(self, timeout: float) -> LastBudget | None:
         """Return the budget that the directory was last opened with."""
-        return _last_budget(self._facts(timeout))
+        return self._facts(_last_budget, timeout)
 
     def agree(
         self,
@@ -478,10 +478,10 @@ class DiskIndex:
         with self._held(timeout):
             return self._tried(read)
 
-    def _facts(self, timeout: float) -> dict[Any, Any]:
+    def _facts(self, read: Callable[[dict[Any, Any]], T], timeout: float) -> T:
         query = "SELECT name, value FROM facts ORDER BY rowid"
         with self._held(timeout):
-            return self._tried(lambda db: dict(db.execute(query).fetchall()))
+            return self._tried(lambda db: read(dict(db.execute(query).fetchall())))
 
     # -- transactions ------------------------------------------------------------------------------
 
@@ -632,8 +632,12 @@ class DiskIndex:
         db.executemany("INSERT INTO facts VALUES (?, ?)", facts.items())
 
     def _made(self) -> str:
-        """Return what names this file and this boot; rows of another are not trusted."""
-        return f"{_boot()} {self._status.st_ino if self._status else 0}"
+        """Return what names this file and this boot; rows of another are not trusted.
+
+        A copy has another inode, and an index made anew another name; that inode may be used again.
+        """
+        inode = self._status.st_ino if self._status else 0
+        return f"{_boot()} {inode} {os.path.basename(self._path)}"
 
     def _disconnect(self) -> None:
         db, self._db = self._db, None
@@ -679,11 +683,21 @@ def _used(db: sqlite3.Connection) -> int:
 
 
 def _last_budget(facts: dict[Any, Any]) -> LastBudget | None:
-    return LastBudget(*json.loads(facts["budget"])) if "budget" in facts else None
+    """Return the budget; one that is none was damaged, and with it the index."""
+    if "budget" not in facts:
+        return None
+    try:
+        size, given, opened = json.loads(facts["budget"])
+        if type(size) is int and size > 0:
+            return LastBudget(size, bool(given), float(opened))
+    except (TypeError, ValueError):
+        pass
+    raise sqlite3.DatabaseError("the budget in it is none")
 
 
 def _notes(facts: dict[Any, Any]) -> dict[bytes, bytes]:
-    return {name: note for name, note in facts.items() if isinstance(name, bytes)}
+    notes = {name: note for name, note in facts.items() if isinstance(name, bytes)}
+    return {name: note for name, note in notes.items() if isinstance(note, bytes)}
 
 
 def _bury(path: str) -> bool:
