@@ -241,7 +241,11 @@ def test_one_after_the_other_is_what_simulate_does(requests, pool, page, policy)
     work = Workload.read(Listed(as_one(requests), UNIT))
     looped = simulate_loop(work, pool * UNIT, policy, cost=COST, page_tokens=page, users=1)
     plain = simulate(work, pool * UNIT, policy, page_tokens=page)
-    for name in ("requests", "refused", "hit_tokens", "hit_blocks", "evicted_pages", "misses"):
+    names = ["requests", "refused", "hit_tokens", "hit_blocks", "misses"]
+    if page is None or UNIT % page == 0:
+        names.append("evicted_pages")  # else a page that matches in part is evicted or not: the
+        # loop opens a prompt alone, and needs fewer pages at that moment
+    for name in names:
         assert getattr(looped, name) == getattr(plain, name), name
 
 
