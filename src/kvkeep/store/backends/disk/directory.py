@@ -81,6 +81,12 @@ class RecordDirectory:
         except OSError as error:
             at = error.filename
             why = reason(error) + (f" ({at})" if at is not None and at != root else "")
+            if error.errno in _NO_LOCKS:
+                raise InvalidValue(
+                    f"{root} is on a filesystem without locks, which file:// needs: {why}; give a "
+                    "directory on a disk of this machine, or valkey:// or s3:// to share between "
+                    "machines"
+                ) from error
             if error.errno in CANNOT_WRITE | WRONG_KIND:
                 raise InvalidValue(f"{root} cannot hold records: {why}") from error
             raise BackendFailed(error.errno, f"{root} cannot be opened: {why}") from error
@@ -364,6 +370,7 @@ class RecordDirectory:
 
 
 _FORMER_AT_MOST: Final = 64 << 10  # bytes of each
+_NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP}
 _TRIES: Final = 5  # of a rename whose target directory is removed meanwhile
 _PATIENCE: Final = 5.0  # seconds for the lock of FORMAT
 
