@@ -327,7 +327,7 @@ def settle(record: Record, report: LoadReport) -> None:
 
 
 def explanation(record: Record) -> Explanation:
-    """Return what is told of a request now."""
+    """Return the explanation of a request as it is now."""
     return Explanation(
         record.id, record.at, record.namespace, record.kind, record.session, record.tokens,
         record.spans, record.generated, record.ttft_s, record.seconds, record.outcome,

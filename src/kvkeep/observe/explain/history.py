@@ -45,9 +45,9 @@ _HALF = np.uint64(32)
 class Record:
     """One request: its prompt, the spans of it, and its end.
 
-    ``row`` is what is compared, ``shown`` what is shown: the same, but for tokens with bytes. Both
-    are None once the prompt is forgotten. ``judged`` are the spans as the pool told, ``spans`` with
-    what the store told. The first ``public`` tokens are a public prefix.
+    ``row`` has the tokens for comparisons, ``shown`` those for people: they differ at tokens with
+    bytes. Both are None once the prompt is forgotten. ``judged`` are the spans by the pool's
+    reasons, ``spans`` by the store's, too. The first ``public`` tokens are a public prefix.
     """
 
     id: str

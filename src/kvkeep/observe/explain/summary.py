@@ -122,7 +122,7 @@ class _Places:
         last = BEFORE - _CONTEXT
         ends = [before[start : start + _CONTEXT] for start in range(last - _SHIFT, last + 1)]
         texts = [("text", tuple(side[at : at + BEFORE])) for side in (given, cached)]
-        # What is earlier has as its end what is shifted here, and the other way round.
+        # Of two places that are the same, the end of one is among the shifted ends of the other.
         known = [("end", end) for end in ends] + [("shifted", ends[-1]), *texts]
         number = next((self._numbers[key] for key in known if key in self._numbers), None)
         if number is None:

@@ -282,7 +282,7 @@ class EventPublisher:
         self._reply(peer, islice(self._history, first, None))
 
     def _send_snapshot(self) -> None:
-        """Send everything that is cached to all who asked, under the number of the last batch."""
+        """Send all cached blocks to every reader that asked, under the last batch's number."""
         begun = time.monotonic()
         spaces = self._resync()
         events = [AllBlocksCleared(), *self._new_blocks().reconcile(spaces)]

@@ -188,7 +188,7 @@ class _Proxy:
         self._metrics = metrics
         self._api_key = None if api_key is None else api_key.encode()
         # In the header ``Via`` (RFC 9110, 7.6.3): a router can be among its own instances, if its
-        # name is discovered or two routers list each other. Told to instances only: nobody else
+        # name is discovered or two routers list each other. Only instances get it: nobody else
         # can forge a loop.
         self._name = b"kvkeep-%s" % secrets.token_hex(8).encode()
 

@@ -67,7 +67,7 @@ class Text:
 
     @property
     def symbols(self) -> TokenArray:
-        """Four bytes each; what is left over at the end is no symbol."""
+        """Four bytes each; up to three bytes at the end are not compared."""
         size = len(self) * TOKEN_BYTES
         return np.frombuffer(self.raw[:size], TOKEN_DTYPE)
 

@@ -303,7 +303,7 @@ class Transfers:
     ) -> Loaded:
         """See `KVStore.get` and `KVStore.get_snapshot`; no position is behind the prompt's end.
 
-        ``choose`` decides how much of what is stored to load; None: all of it. Of blocks of all
+        ``choose`` decides how many stored tokens to load; None: all of them. Of blocks of all
         layers, any leading ones are of use; of a snapshot, all records of a position.
         """
         tiered, whole, start, since = self._tiered, self._forms.whole, prompt.start, time.time()

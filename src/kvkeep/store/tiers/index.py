@@ -421,7 +421,7 @@ class Index:
     def over_quota(self, space: bytes, more: int) -> int:
         """Return the bytes to evict from a namespace before ``more`` are added.
 
-        What is reserved counts. -1: they do not fit beside that.
+        Reserved bytes count. -1: ``more`` do not fit beside them.
         """
         limit = self._quotas.get(space)
         if limit is None:

@@ -369,7 +369,7 @@ class SharedRead:
             self._ended(self)
 
     def _keep(self, tier: Tier, record: memoryview, draft: Lease | None) -> None:
-        """Keep the record in memory, or for who joined, under the lock."""
+        """Keep the record in memory, or for the requests that joined; under the lock."""
         lease = Lease(self._buffers, self.block, record, record) if draft is None else draft
         try:
             if draft is not None and not self._memory.commit_all([draft]):

@@ -337,9 +337,10 @@ class Tier:
     def _decoded(
         self, block: bytes, record: memoryview, raw_bytes: int = 0, room: RecordRoom | None = None
     ) -> memoryview | None:
-        """Return ``record`` verified and decoded: in ``room``, or as it is needed below.
+        """Return ``record`` verified and decoded, in ``room`` if there is one.
 
-        What is wrong with it makes it a miss. A tier below may take what is not for this one.
+        A record that is wrong is a miss. Without ``room`` it may have any length, and one that is
+        not for this store is left alone.
         """
         try:
             header, codec = self.records.verify(block, record)
@@ -727,7 +728,7 @@ class Tier:
     def unreadable(self, block: bytes) -> bool:
         """Whether reading ``block`` is pointless now, because such calls fail or hang."""
         calls = self.calls
-        if not (calls.running or calls.failing):
+        if calls.quiet:
             return False
         calls.report_hung("lookup", "read")
         part = self.backend.part(block)

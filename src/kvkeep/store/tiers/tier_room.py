@@ -69,16 +69,15 @@ class TierRoom:
         blocks of the namespace are left whose deletion failed: they are not counted any more.
         """
         space, catalogue = block[:SPACE_BYTES], self._catalogue
-        if size > (catalogue.quota(space) or size):
-            return False
-        if not self._none_left(space):
+        limit = catalogue.quota(space)
+        if (limit is not None and size > limit) or not self._none_left(space):
             return False
         while True:
             over = size
             for _ in range(_TRIES):
                 over = catalogue.reserve(space, size)
                 if not over:
-                    # What is being deleted is not counted any more, and still there.
+                    # Blocks that are being deleted are not counted any more, but still there.
                     fits = False
                     try:
                         gone = self._states.wait_deleted(space, self._backend.timeout)

@@ -645,7 +645,7 @@ class DiskIndex:
             db.close()
 
     def close(self, timeout: float) -> None:
-        """Settle what is stale, and close the index; the next use opens it again."""
+        """Settle stale blocks, and close the index; the next use opens it again."""
         if self._stale or self._alive is not None:
             with suppress(OSError):
                 self.change(self._rest, timeout)
